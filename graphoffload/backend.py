@@ -1,0 +1,291 @@
+"""The composition: the stages in order, the pass on a pair, and the `torch.compile` backend.
+
+split → (split again where the policy asks for recomputation) → gather_facts → make_plan → rewrite →
+assert_ordered(events_of_pair) → lower. See `offload_pair` and `OffloadPartitioner.__call__`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphoffload import lowering
+from graphoffload._torch import (
+    CustomPartitionerFn,
+    aot_autograd,
+    compile_fx,
+    functorch_config,
+)
+from graphoffload._version import __version__
+from graphoffload.errors import GraphOffloadWarning
+from graphoffload.graphs.facts import gather_facts
+from graphoffload.graphs.order import events_of_pair
+from graphoffload.graphs.rewrite import rewrite
+from graphoffload.graphs.split import force_recompute, split
+from graphoffload.graphs.timing import measured_steps
+from graphoffload.options import Options, Partitioner, read_compile_options, read_options
+from graphoffload.ordering.check import assert_ordered
+from graphoffload.planning.machine import Machine
+from graphoffload.planning.plan import Action, Plan
+from graphoffload.planning.planner import make_plan
+from graphoffload.planning.policy import Policy, check_policy, policy_key
+from graphoffload.planning.values import Facts
+from graphoffload.registry import Compiled, remember
+from graphoffload.runtime import ops
+from graphoffload.runtime.interpret import boxed
+
+Pair = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def offload_pair(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    policy: Policy,
+    machine: Machine | None = None,
+    static_inputs: Sequence[int] = (),
+    fused: bool = False,
+) -> tuple[fx.GraphModule, fx.GraphModule, Plan]:
+    """Apply a policy to a partitioned (forward, backward) pair; a pure function, the given modules are not changed.
+
+    The pair is what AOTAutograd's partitioners return: forward's outputs are `num_fwd_outputs` user outputs and then the
+    saved values, backward's placeholders are saved SymInts, saved values and tangents. `static_inputs` are the indices of
+    forward's placeholders that are parameters or buffers. `fused` says that the downstream compiler fuses (for estimates).
+
+    Law: outputs and gradients of the returned pair are bitwise those of the given one.
+    Raises `PolicyError`, `UnsupportedGraphError`; never returns a pair with a race (`OrderingError`).
+    """
+    policy = check_policy(policy)
+    facts = gather_facts(
+        forward,
+        backward,
+        num_fwd_outputs=num_fwd_outputs,
+        static_inputs=static_inputs,
+        on_device=ops.on_device,
+        fused=fused,
+    )
+    plan = make_plan(facts, policy, machine or machine_of(facts.device))
+    return (*_apply(forward, backward, plan, num_fwd_outputs=num_fwd_outputs), plan)
+
+
+def machine_of(device: str) -> Machine:
+    """Return the machine to plan for when none was named: the device's own, by its name, or a generic one."""
+    kind = torch.device(device or "cpu")
+    if kind.type == "cpu":
+        return Machine.named("virtual")
+    return Machine.for_device_name(torch.get_device_module(kind).get_device_name(kind))
+
+
+def _apply(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan, *, num_fwd_outputs: int) -> Pair:
+    _say_if_nothing_moved(plan)
+    if not plan.transfers:
+        return forward, backward
+    pair = rewrite(forward, backward, plan, num_fwd_outputs=num_fwd_outputs)
+    assert_ordered(events_of_pair(*pair), program=f"{pair[0].code}\n{pair[1].code}")
+    return pair
+
+
+def _say_if_nothing_moved(plan: Plan) -> None:
+    """Warn when a policy asked for offloading and not one byte will move: doing nothing silently is a fault."""
+    if plan.transfers or not plan.offload_requested or not plan.facts.storages:
+        return
+    reasons = sorted({decision.reason for decision in plan.decisions})
+    warnings.warn(
+        f"graphoffload was asked to offload and moves nothing: {len(plan.facts.storages)} storages are saved for backward, "
+        f"all kept, because: {'; '.join(reasons)}",
+        GraphOffloadWarning,
+        stacklevel=2,
+    )
+
+
+class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's base class is untyped
+    """Partition a joint graph and honour the policy: the one seam that Inductor and plain AOTAutograd share."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        on_device: Callable[[torch.device], bool] = ops.on_device,
+        on_pair: Callable[[fx.GraphModule, fx.GraphModule, Plan], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.on_device = on_device
+        self.on_pair = on_pair
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Pair:
+        options = self.options
+        static = tuple(static_lifetime_input_indices or ())
+        divide = functools.partial(
+            split,
+            base=options.partitioner,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=list(static),
+            **kwargs,
+        )
+        read = functools.partial(self._facts, num_fwd_outputs=num_fwd_outputs, static=static)
+        again = _copy(gm) if getattr(options.policy, "requests_recompute", True) else None
+        pair = divide(gm, joint_inputs)
+        facts = read(*pair)
+        machine = options.machine or machine_of(facts.device)
+        plan = make_plan(facts, options.policy, machine)
+        wanted = [decision.value for decision in plan.decisions if decision.action is Action.RECOMPUTE]
+        if again is not None and wanted:
+            tagged, refused = force_recompute(again, wanted)
+            pair = divide(tagged, joint_inputs)
+            plan = make_plan(read(*pair), options.policy, machine, not_recomputable=refused)
+        pair = _apply(*pair, plan, num_fwd_outputs=num_fwd_outputs)
+        if self.on_pair is not None:
+            self.on_pair(*pair, plan)
+        if options.on_plan is not None:
+            options.on_plan(plan)
+        return pair
+
+    def _facts(self, forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, static: Sequence[int]) -> Facts:
+        facts = gather_facts(
+            forward,
+            backward,
+            num_fwd_outputs=num_fwd_outputs,
+            static_inputs=static,
+            on_device=self.on_device,
+            fused=self.options.compiler == "inductor",
+        )
+        if self.options.timing == "measured":
+            device = torch.device(facts.device or "cpu")
+            facts = replace(
+                facts,
+                forward=measured_steps(forward, facts.forward, device=device),
+                backward=measured_steps(backward, facts.backward, device=device),
+            )
+        return facts
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # Inductor pickles its whole configuration for the cache key, and we stand in it; the key is all of us that counts.
+        return str, (self.uuid(),)
+
+    def uuid(self) -> str:
+        """Key Inductor's cache by policy, machine and version, so that policy A's code is never run for policy B."""
+        options = self.options
+        base = options.partitioner
+        name = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
+        machine = "" if options.machine is None else options.machine.to_json()
+        return f"graphoffload {__version__} {_own_source()} {policy_key(options.policy)} {machine} {name} {options.timing}"
+
+
+@functools.cache
+def _own_source() -> str:
+    """Digest the package's source: code that an edited checkout made must not be taken for this one's."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph before a partitioner rewrites it in place (min-cut replaces the joint graph by its CSE)."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    old, new = gm.graph.output_node(), graph.output_node()
+    new.meta = dict(old.meta)
+    return fx.GraphModule(gm, graph)
+
+
+def lower(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: OffloadPartitioner
+) -> Callable[..., Any]:
+    """Hand a captured graph to the downstream compiler, with our partitioner in its seam."""
+    # AOTAutograd's own cache would skip the partitioner on a hit, and with it the plan; see docs/design/0003.
+    with functorch_config.patch(enable_autograd_cache=False):
+        if options.compiler == "inductor":
+            lowering.install()
+            patches = dict(options.inductor)
+            patches.update(custom_partitioner_fn=partitioner, reorder_for_peak_memory=False)
+            return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[no-any-return]
+        compiler = aot_autograd(
+            fw_compiler=lambda graph, _: boxed(graph),
+            bw_compiler=lambda graph, _: boxed(graph),
+            partition_fn=partitioner,
+            keep_inference_input_mutations=True,
+        )
+        return compiler(gm, inputs)  # type: ignore[no-any-return]
+
+
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    plans: list[Plan] = []
+    partitioner = OffloadPartitioner(options, on_pair=lambda _forward, _backward, plan: plans.append(plan))
+    compiled = lower(gm, inputs, options, partitioner)
+    return remember(Compiled(compiled, tuple(plans), _runtimes(plans)))
+
+
+def _runtimes(plans: Sequence[Plan]) -> tuple[Any, ...]:
+    """Own the runtimes that the graphs use: a compiled callable keeps them (and their pinned slabs) alive."""
+    devices = sorted({plan.facts.device for plan in plans if plan.transfers})
+    return tuple(ops.runtime_for(torch.device(device)) for device in devices)
+
+
+def graphoffload(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph for `torch.compile(model, backend="graphoffload", options={...})`.
+
+    The names that `options` takes are the arguments of `graphoffload.backend`. `mode` is torch.compile's; CUDA graphs are
+    refused. Raises `UsageError` for what cannot be honoured.
+    """
+    return _compile(gm, example_inputs, read_compile_options(options, mode))
+
+
+def backend(
+    policy: Policy | None = None,
+    *,
+    machine: Machine | str | None = None,
+    compiler: str = "inductor",
+    inductor: Mapping[str, Any] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    partitioner: str | Partitioner = "min_cut",
+    timing: str = "roofline",
+) -> Callable[..., Any]:
+    """Make a backend for `torch.compile(model, backend=graphoffload.backend(policy))`.
+
+    policy: decides for every saved value; default: offload what the link hides (`policies.OffloadHidden`).
+    machine: a `Machine` or the name of one; default: the named machine of the device, or a generic one.
+    compiler: "inductor" (default) or "aot_eager". inductor: Inductor's own options, as a dict.
+    on_plan: called with each `Plan` as it is made. partitioner: "min_cut" (default), "default", or a partition function.
+    timing: "roofline" (default) estimates each node's seconds; "measured" runs each distinct node on the device first.
+
+    Raises `UsageError` at once for options that cannot be honoured.
+    """
+    checked = read_options(
+        policy=policy,
+        machine=machine,
+        compiler=compiler,
+        inductor=inductor,
+        on_plan=on_plan,
+        partitioner=partitioner,
+        timing=timing,
+    )
+
+    def graphoffload_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _compile(gm, example_inputs, checked)
+
+    return graphoffload_backend

@@ -1,0 +1,1 @@
+"""Ordering, pure: events, and the checker that judges them by happens-before."""

@@ -1,0 +1,36 @@
+"""What tests on an accelerator need: the device, and their skip, with its reason, where there is none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def gpu() -> torch.device:
+    """Return the accelerator."""
+    if not torch.accelerator.is_available():
+        pytest.skip("this machine has no accelerator")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+@pytest.fixture
+def cuda(gpu: torch.device) -> torch.device:
+    """Return the accelerator, which must be CUDA: the test delays a stream, or reads CUDA's own counts."""
+    if gpu.type != "cuda":
+        pytest.skip(f"needs CUDA; the accelerator here is {gpu.type}")
+    return gpu
+
+
+@pytest.fixture(autouse=True)
+def quiet(gpu: torch.device) -> Iterator[None]:
+    """Leave no work and no garbage of one test to the next."""
+    torch.accelerator.synchronize(gpu)
+    yield
+    torch.accelerator.synchronize(gpu)
+    gc.collect()
