@@ -4,7 +4,8 @@ One process, one set of weights: each step runs the plain compiled model, then t
 loss and every gradient with torch.equal, and moves the weights by plain SGD. Deterministic algorithms are on for both sides,
 and one row compares plain against plain, so that the comparison itself is known to be sound.
 
-usage: equality.py SPEC   where SPEC is JSON: {"policies": {name: policy JSON}, "steps": n, "delays": n, "small": bool}
+usage: equality.py SPEC   where SPEC is JSON: {"policies": {name: policy JSON}, "steps": n, "delays": n, "small": bool,
+"inductor": options of Inductor for both sides, "compiler": "inductor" (default) or "aot_eager" for both sides}
 """
 
 from __future__ import annotations
@@ -22,36 +23,50 @@ from graphoffload.runtime import ops
 
 def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row a comparison: its name, the steps compared, and whether all was equal."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would stay as it is
     device = torch.device("cuda", 0)
     model, ids = build(SMALL if spec.get("small") else Shape(), device=device)
-    plain = torch.compile(model.model)
+    inductor, compiler = spec.get("inductor", {}), spec.get("compiler", "inductor")
+    plain = torch.compile(model.model, backend=compiler, options=inductor or None)
     bodies = {"plain against plain": plain}
     for name, policy in spec["policies"].items():
         bodies[name] = torch.compile(
             model.model,
             backend="graphoffload",
-            options={"policy": graphoffload.policies.policy_from_json(json.dumps(policy))},
+            options={
+                "policy": graphoffload.policies.policy_from_json(json.dumps(policy)),
+                "compiler": compiler,
+                "inductor": inductor,
+            },
         )
-    names = dict.fromkeys(bodies, 0)
-    for _ in range(spec["steps"]):
+    labels = ["loss", *(name for name, _ in model.named_parameters())]
+    found: dict[str, list[str]] = {name: [] for name in bodies}
+    for step in range(spec["steps"]):
         reference = _gradients(model, plain, ids)
         for name, body in bodies.items():
-            names[name] += _differences(reference, _gradients(model, body, ids))
+            found[name] += [
+                f"step {step}: {one}" for one in _differences(labels, reference, _gradients(model, body, ids))
+            ]
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), reference[1:], strict=True):
                 parameter.sub_(gradient, alpha=1e-2)
         del reference
-    rows = [{"comparison": name, "steps": spec["steps"], "differences": count, "equal": count == 0} for name, count in names.items()]
+    rows = [_row(name, spec["steps"], differences) for name, differences in found.items()]
     name = list(spec["policies"])[-1]
-    reference = _gradients(model, plain, ids)
-    different = 0
+    reference = _gradients(model, bodies[name], ids)
+    different: list[str] = []
     for seed in range(spec.get("delays", 0)):
         with graphoffload.testing.slow_copies(ops.runtime_for(device), seed=seed, max_seconds=0.02):
-            different += _differences(reference, _gradients(model, bodies[name], ids))
+            different += [
+                f"seed {seed}: {one}" for one in _differences(labels, reference, _gradients(model, bodies[name], ids))
+            ]
     if spec.get("delays"):
-        rows.append({"comparison": f"{name}, random delays", "steps": spec["delays"], "differences": different, "equal": not different})
+        rows.append(_row(f"{name}, with random delays against without", spec["delays"], different))
     return rows
+
+
+def _row(comparison: str, steps: int, differences: list[str]) -> dict[str, Any]:
+    return {"comparison": comparison, "steps": steps, "differences": differences[:20], "equal": not differences}
 
 
 def _gradients(model: Any, body: Any, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -63,8 +78,13 @@ def _gradients(model: Any, body: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _differences(left: list[torch.Tensor], right: list[torch.Tensor]) -> int:
-    return sum(not torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def _differences(labels: list[str], left: list[torch.Tensor], right: list[torch.Tensor]) -> list[str]:
+    """Name what differs, and by how much."""
+    return [
+        f"{label} by {(a.double() - b.double()).abs().max().item():.3g} of {a.double().abs().max().item():.3g}"
+        for label, a, b in zip(labels, left, right, strict=True)
+        if not torch.equal(a, b)
+    ]
 
 
 if __name__ == "__main__":

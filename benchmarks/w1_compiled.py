@@ -21,6 +21,9 @@ HERE = Path(__file__).resolve().parent
 GB = 10**9
 ALL = {"policy": "OffloadAll", "min_nbytes": 1 << 20}
 
+DETERMINISTIC = {"deterministic": True}
+"""For comparisons to the bit, on both sides: Inductor otherwise picks the order of sums by timing each kernel."""
+
 
 def some(nbytes: int) -> dict[str, Any]:
     """Return the policy that offloads so many bytes, the earliest first."""
@@ -32,7 +35,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="toy sizes: does it run at all")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--only", nargs="*", choices=["rows", "peers", "equal", "flat", "sanitizer", "link"], default=None)
+    parser.add_argument(
+        "--only", nargs="*", choices=["rows", "peers", "equal", "flat", "sanitizer", "link"], default=None
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps that are compared to the bit")
     parser.add_argument("--offload-gb", type=float, default=5.5, help="GB that the partial row offloads")
     arguments = parser.parse_args()
     parts = set(arguments.only or ["link", "rows", "peers", "equal", "flat", "sanitizer"])
@@ -68,10 +74,20 @@ def main() -> int:
             add(_process("variant.py", {**spec, "small": arguments.small}, str(spec["variant"])))
     if "flat" in parts:
         spec = {"kind": "graphoffload", "policy": some(amount), "steps": 200, "run_ahead": True}
-        add(_process("variant.py", {**spec, "variant": "graphoffload, 200 steps", "small": arguments.small}, "200 steps"))
+        add(
+            _process(
+                "variant.py", {**spec, "variant": "graphoffload, 200 steps", "small": arguments.small}, "200 steps"
+            )
+        )
     if "equal" in parts:
         policies = {f"{arguments.offload_gb} GB": some(amount), "everything": every}
-        spec = {"policies": policies, "steps": 20, "delays": 10, "small": arguments.small}
+        spec = {
+            "policies": policies,
+            "steps": arguments.steps,
+            "delays": 10,
+            "small": arguments.small,
+            "inductor": DETERMINISTIC,
+        }
         for row in _processes("equality.py", spec, "equality"):
             add(row)
     if "sanitizer" in parts:
@@ -103,7 +119,13 @@ def _process(script: str, spec: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _sanitizer() -> dict[str, Any]:
     """Run the small model under compute-sanitizer's memcheck: any finding makes it exit with 99."""
-    spec = {"policies": {"everything": {**ALL, "min_nbytes": 0}}, "steps": 2, "delays": 2, "small": True}
+    spec = {
+        "policies": {"everything": {**ALL, "min_nbytes": 0}},
+        "steps": 2,
+        "delays": 2,
+        "small": True,
+        "compiler": "aot_eager",
+    }
     prefix = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99")
     found = _processes("equality.py", spec, "compute-sanitizer", prefix=prefix)
     if "error" in found[0]:
@@ -115,7 +137,7 @@ def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row.get('variant')}: FAILED\n{row['error']}"
     if "comparison" in row:
-        return f"{row['comparison']:40s} {row['steps']} steps  {'equal to the bit' if row['equal'] else 'DIFFERENT'}"
+        return f"{row['comparison']:40s} {row['steps']} steps  {'equal to the bit' if row['equal'] else 'DIFFERENT: ' + '; '.join(row.get('differences', []))}"
     if "step_seconds" not in row:
         return json.dumps(row)
     text = f"{row['variant']:40s} {row['step_seconds'] * 1e3:8.1f} ms  peak {row['peak_nbytes'] / GB:6.2f} GB"

@@ -47,7 +47,9 @@ def causal_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def build(shape: Shape, *, device: torch.device, checkpoint_layers: bool = False, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+def build(
+    shape: Shape, *, device: torch.device, checkpoint_layers: bool = False, seed: int = 0
+) -> tuple[nn.Module, torch.Tensor]:
     """Return (model, token ids [batch, tokens]) on the device, bf16, with random weights."""
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 

@@ -6,9 +6,10 @@ Nothing else in the package imports from a private torch module (a lint rule kee
 from typing import Any
 
 import torch
+from torch._dynamo import config as dynamo_config  # recompile_limit, see capture; 2.11-2.14
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # the plain-AOT lowering; 2.11-2.14
+from torch._dynamo.exc import Unsupported as Unsupported  # what cannot be one graph, see capture; 2.11-2.14
 from torch._dynamo.symbolic_convert import InstructionTranslator  # who is being traced, see traced_owner; 2.11-2.14
-from torch._dynamo.utils import detect_fake_mode as detect_fake_mode  # finds the FakeTensorMode of a graph; 2.11-2.14
 from torch._functorch import config as functorch_config  # activation_memory_budget, donated_buffer; 2.11-2.14
 from torch._functorch._aot_autograd.descriptors import (  # which inputs a graph changes, see split; 2.11-2.14
     InputMutationAOTOutput as InputMutationAOTOutput,
@@ -23,18 +24,28 @@ from torch._functorch.partitioners import default_partition as default_partition
 from torch._functorch.partitioners import (  # a base partitioner; 2.11-2.14
     min_cut_rematerialization_partition as min_cut_rematerialization_partition,
 )
+from torch._guards import detect_fake_mode as detect_fake_mode  # finds the FakeTensorMode of a graph; 2.11-2.14
 from torch._inductor import config as inductor_config  # is triton.cudagraphs on; 2.11-2.14
 from torch._inductor import list_mode_options as list_mode_options  # what a mode= means; 2.11-2.14
 from torch._inductor import list_options as list_inductor_options  # the names that Inductor knows; 2.11-2.14
 from torch._inductor.compile_fx import compile_fx as compile_fx  # the Inductor lowering; 2.11-2.14
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # Inductor's seam; 2.11-2.14
-from torch._inductor.ir import ExternKernel as ExternKernel  # the buffer that an operator reads, see lowering; 2.11-2.14
+from torch._inductor.ir import (
+    ExternKernel as ExternKernel,
+)  # the buffer that an operator reads, see lowering; 2.11-2.14
 from torch._inductor.lowering import fallback_handler as fallback_handler  # call the operator itself; 2.11-2.14
 from torch._inductor.lowering import register_lowering as register_lowering  # see lowering; 2.11-2.14
+from torch._inductor.scheduler import SchedulerNode as SchedulerNode  # mended in lowering; 2.11-2.14
 from torch._inductor.virtualized import V as inductor_globals  # the graph being lowered, see lowering; 2.11-2.14
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # a node's target, see graphs/storage; 2.11-2.14
 from torch._ops import OpOverload as OpOverload  # a node's target, see graphs/storage; 2.11-2.14
 from torch._ops import OpOverloadPacket as OpOverloadPacket  # a node's target in graphs not from AOT; 2.11-2.14
+from torch._subclasses.fake_tensor import (  # what has no answer without real data, see explain; 2.11-2.14
+    DataDependentOutputException as DataDependentOutputException,
+)
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the type of node.meta["val"]; 2.11-2.14
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # explain() without memory; 2.11-2.14
 from torch.cuda import _sleep as sleep_on_device  # delays in tests of copy streams; 2.11-2.14
@@ -55,6 +66,8 @@ __all__ = [
     "MEMORY_BUDGET_ANNOTATION_KEY",
     "CheckpointPolicy",
     "CustomPartitionerFn",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "ExternKernel",
     "FakeTensor",
     "FakeTensorMode",
@@ -66,12 +79,15 @@ __all__ = [
     "PythonReferenceAnalysis",
     "SavedForBackwardsAOTOutput",
     "SavedForBackwardsNoVcCheckAOTOutput",
+    "SchedulerNode",
     "StorageWeakRef",
+    "Unsupported",
     "aot_autograd",
     "compile_fx",
     "current_inductor_graph",
     "default_partition",
     "detect_fake_mode",
+    "dynamo_config",
     "fallback_handler",
     "functorch_config",
     "inductor_config",

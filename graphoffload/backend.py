@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from graphoffload._version import __version__
 from graphoffload.errors import GraphOffloadWarning
 from graphoffload.graphs.facts import gather_facts
 from graphoffload.graphs.order import events_of_pair
-from graphoffload.graphs.rewrite import rewrite
+from graphoffload.graphs.rewrite import refuse_rewritten, rewrite
 from graphoffload.graphs.split import force_recompute, split
 from graphoffload.graphs.timing import measured_steps
 from graphoffload.options import Options, Partitioner, read_compile_options, read_options
@@ -41,6 +41,12 @@ from graphoffload.planning.values import Facts
 from graphoffload.registry import Compiled, remember
 from graphoffload.runtime import ops
 from graphoffload.runtime.interpret import boxed
+from graphoffload.runtime.transfer import Runtime
+
+AS_PLANNED = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "allow_buffer_reuse": False}
+"""What Inductor must leave alone. The two orders would move reloads, and the compute between them, away from where the plan
+put them. Reuse holds a buffer from its last use to the next one of its size, a layer later, as long as Inductor's own
+estimate of the peak allows it; that estimate knows nothing of the plan, and what it holds is memory that the plan freed."""
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -65,6 +71,7 @@ def offload_pair(
     Raises `PolicyError`, `UnsupportedGraphError`; never returns a pair with a race (`OrderingError`).
     """
     policy = check_policy(policy)
+    refuse_rewritten(forward, backward)
     facts = gather_facts(
         forward,
         backward,
@@ -86,16 +93,18 @@ def machine_of(device: str) -> Machine:
 
 
 def _apply(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan, *, num_fwd_outputs: int) -> Pair:
-    _say_if_nothing_moved(plan)
+    _say_what_had_no_effect(plan)
     if not plan.transfers:
         return forward, backward
     pair = rewrite(forward, backward, plan, num_fwd_outputs=num_fwd_outputs)
-    assert_ordered(events_of_pair(*pair), program=f"{pair[0].code}\n{pair[1].code}")
+    assert_ordered(events_of_pair(*pair, num_fwd_outputs=num_fwd_outputs), program=f"{pair[0].code}\n{pair[1].code}")
     return pair
 
 
-def _say_if_nothing_moved(plan: Plan) -> None:
-    """Warn when a policy asked for offloading and not one byte will move: doing nothing silently is a fault."""
+def _say_what_had_no_effect(plan: Plan) -> None:
+    """Warn when a policy asked for offloading and not one byte will move, and of what in a policy matches nothing."""
+    for note in plan.notes:
+        warnings.warn(f"graphoffload: {note}", GraphOffloadWarning, stacklevel=2)
     if plan.transfers or not plan.offload_requested or not plan.facts.storages:
         return
     reasons = sorted({decision.reason for decision in plan.decisions})
@@ -107,7 +116,7 @@ def _say_if_nothing_moved(plan: Plan) -> None:
     )
 
 
-class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's base class is untyped
+class OffloadPartitioner(CustomPartitionerFn):
     """Partition a joint graph and honour the policy: the one seam that Inductor and plain AOTAutograd share."""
 
     def __init__(
@@ -121,7 +130,7 @@ class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's 
         self.on_device = on_device
         self.on_pair = on_pair
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # AOTAutograd always passes num_fwd_outputs
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[object],
@@ -132,23 +141,26 @@ class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's 
     ) -> Pair:
         options = self.options
         static = tuple(static_lifetime_input_indices or ())
-        divide = functools.partial(
-            split,
-            base=options.partitioner,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=list(static),
-            **kwargs,
-        )
+
+        def divide(joint: fx.GraphModule) -> Pair:
+            return split(
+                joint,
+                joint_inputs,
+                base=options.partitioner,
+                num_fwd_outputs=num_fwd_outputs,
+                static_lifetime_input_indices=static,
+                **kwargs,
+            )
+
         read = functools.partial(self._facts, num_fwd_outputs=num_fwd_outputs, static=static)
-        again = _copy(gm) if getattr(options.policy, "requests_recompute", True) else None
-        pair = divide(gm, joint_inputs)
+        pair = divide(gm)
         facts = read(*pair)
         machine = options.machine or machine_of(facts.device)
         plan = make_plan(facts, options.policy, machine)
         wanted = [decision.value for decision in plan.decisions if decision.action is Action.RECOMPUTE]
-        if again is not None and wanted:
-            tagged, refused = force_recompute(again, wanted)
-            pair = divide(tagged, joint_inputs)
+        if wanted:
+            tagged, refused = force_recompute(gm, wanted)
+            pair = divide(tagged)
             plan = make_plan(read(*pair), options.policy, machine, not_recomputable=refused)
         pair = _apply(*pair, plan, num_fwd_outputs=num_fwd_outputs)
         if self.on_pair is not None:
@@ -157,7 +169,9 @@ class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's 
             options.on_plan(plan)
         return pair
 
-    def _facts(self, forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, static: Sequence[int]) -> Facts:
+    def _facts(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, *, num_fwd_outputs: int, static: Sequence[int]
+    ) -> Facts:
         facts = gather_facts(
             forward,
             backward,
@@ -170,8 +184,8 @@ class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's 
             device = torch.device(facts.device or "cpu")
             facts = replace(
                 facts,
-                forward=measured_steps(forward, facts.forward, device=device),
-                backward=measured_steps(backward, facts.backward, device=device),
+                forward=measured_steps(forward, facts.forward, device=device, fused=facts.fused),
+                backward=measured_steps(backward, facts.backward, device=device, fused=facts.fused),
             )
         return facts
 
@@ -185,7 +199,9 @@ class OffloadPartitioner(CustomPartitionerFn):  # type: ignore[misc]  # torch's 
         base = options.partitioner
         name = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
         machine = "" if options.machine is None else options.machine.to_json()
-        return f"graphoffload {__version__} {_own_source()} {policy_key(options.policy)} {machine} {name} {options.timing}"
+        return (
+            f"graphoffload {__version__} {_own_source()} {policy_key(options.policy)} {machine} {name} {options.timing}"
+        )
 
 
 @functools.cache
@@ -197,16 +213,6 @@ def _own_source() -> str:
     return digest.hexdigest()
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph before a partitioner rewrites it in place (min-cut replaces the joint graph by its CSE)."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, values))
-    old, new = gm.graph.output_node(), graph.output_node()
-    new.meta = dict(old.meta)
-    return fx.GraphModule(gm, graph)
-
-
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, partitioner: OffloadPartitioner
 ) -> Callable[..., Any]:
@@ -216,15 +222,15 @@ def lower(
         if options.compiler == "inductor":
             lowering.install()
             patches = dict(options.inductor)
-            patches.update(custom_partitioner_fn=partitioner, reorder_for_peak_memory=False)
-            return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[no-any-return]
+            patches.update(custom_partitioner_fn=partitioner, **AS_PLANNED)
+            return cast("Callable[..., Any]", compile_fx(gm, inputs, config_patches=patches))
         compiler = aot_autograd(
             fw_compiler=lambda graph, _: boxed(graph),
             bw_compiler=lambda graph, _: boxed(graph),
             partition_fn=partitioner,
             keep_inference_input_mutations=True,
         )
-        return compiler(gm, inputs)  # type: ignore[no-any-return]
+        return compiler(gm, inputs)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -234,10 +240,18 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     return remember(Compiled(compiled, tuple(plans), _runtimes(plans)))
 
 
-def _runtimes(plans: Sequence[Plan]) -> tuple[Any, ...]:
-    """Own the runtimes that the graphs use: a compiled callable keeps them (and their pinned slabs) alive."""
-    devices = sorted({plan.facts.device for plan in plans if plan.transfers})
-    return tuple(ops.runtime_for(torch.device(device)) for device in devices)
+def _runtimes(plans: Sequence[Plan]) -> tuple[Runtime, ...]:
+    """Own the runtimes that the graphs use: a compiled callable keeps them (and their pinned memory) alive."""
+    runtimes: dict[str, Runtime] = {}
+    for plan in plans:
+        if not plan.transfers:
+            continue
+        runtime = runtimes.setdefault(plan.facts.device, ops.runtime_for(plan.facts.device))
+        machine = Machine.from_json(plan.machine)
+        # What the plan was made for is what the runtime holds to; what nobody gave stays as it is.
+        if machine.in_flight_nbytes is not None or machine.host_budget_nbytes is not None:
+            runtime.set_limits(in_flight_nbytes=machine.in_flight_nbytes, host_budget_nbytes=machine.host_budget_nbytes)
+    return tuple(runtimes.values())
 
 
 def graphoffload(

@@ -61,7 +61,7 @@ def parse_policy(text: str) -> Policy:
     name, _, size = text.partition(":")
     if name == "all":
         return policies.OffloadAll(min_nbytes=size or 0)  # type: ignore[arg-type]  # it reads strings
-    named = {"keep": policies.KeepAll(), "hidden": policies.OffloadHidden(min_nbytes=0)}
+    named: dict[str, Policy] = {"keep": policies.KeepAll(), "hidden": policies.OffloadHidden(min_nbytes=0)}
     if text in named:
         return named[text]
     if text[:1].isdigit():

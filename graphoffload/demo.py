@@ -111,7 +111,7 @@ def build_model(settings: Settings) -> torch.nn.Module:
 def run_demo(settings: Settings, say: Callable[[str], None]) -> tuple[Run, Run, Run]:
     """Train three times from the same seeds: with the policy, with everything kept, and without graphoffload."""
     data = batches(standard_library_text(limit=2_000_000), settings)
-    with _deterministic(settings.device):
+    with _deterministic(settings.device), _threads(1 if settings.device == "cpu" else torch.get_num_threads()):
         offloaded = _train("graphoffload", settings, data, policy=settings.policy, say=say)
         kept = _train("all kept", settings, data, policy=KeepAll(), say=say)
         plain = _train(f"plain {settings.compiler}", settings, data, policy=None, say=say)
@@ -161,7 +161,7 @@ def _compile(
 ) -> Callable[..., Any]:
     if policy is None:
         return torch.compile(model, backend=settings.compiler)
-    options = {"policy": policy, "compiler": settings.compiler, "on_plan": on_plan}
+    options: dict[str, Any] = {"policy": policy, "compiler": settings.compiler, "on_plan": on_plan}
     if "graphoffload" in torch.compiler.list_backends():
         return torch.compile(model, backend="graphoffload", options=options)
     # Run from a checkout that is not installed: no entry point, so torch does not know the name of this function.
@@ -179,6 +179,17 @@ def _measured(settings: Settings, *, watch: bool) -> Iterator[Callable[[], int |
             yield lambda: device.peak_nbytes
     else:
         yield lambda: None
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many threads: the demo's matrices are too small to share, and waiting threads keep cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

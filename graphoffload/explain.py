@@ -5,14 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphoffload._torch import FakeTensorMode, compile_fx, functorch_config
+from graphoffload._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    compile_fx,
+    functorch_config,
+)
 from graphoffload.backend import OffloadPartitioner, lower
+from graphoffload.capture import any_number_of_captures, with_own_code
 from graphoffload.errors import UsageError
 from graphoffload.options import Options, Partitioner, read_options
 from graphoffload.planning.machine import Machine
@@ -50,9 +57,17 @@ def explain(
         tensors += [*fake_model.parameters(), *fake_model.buffers()]
     on_device = ops.on_device if any(ops.on_device(tensor.device) for tensor in tensors) else _anywhere
     partition = OffloadPartitioner(options, on_device=on_device, on_pair=lambda _f, _b, plan: plans.append(plan))
-    explained = torch.compile(fake_model, backend=functools.partial(_plan_only, options=options, partitioner=partition))
-    with mode, torch.enable_grad():
-        explained(*fake_args, **fake_kwargs)
+    explained = torch.compile(
+        with_own_code(fake_model), backend=functools.partial(_plan_only, options=options, partitioner=partition)
+    )
+    try:
+        with any_number_of_captures(), mode, torch.enable_grad():
+            explained(*fake_args, **fake_kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"the model needs real data to be traced: it uses the result of {error.func} as a number or a size; compile it with "
+            "backend='graphoffload' and read graphoffload.plans(model) instead"
+        ) from error
     if not plans:
         raise UsageError("nothing to explain: no output needs a gradient, so nothing is saved for backward")
     return Explanation(tuple(plans))
@@ -70,9 +85,8 @@ def _plan_only(
         return lower(gm, inputs, options, partitioner)
     patches = {**dict(options.inductor), "custom_partitioner_fn": partitioner}
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(  # type: ignore[no-any-return]
-            gm, inputs, inner_compile=lambda graph, *_args, **_kwargs: boxed(graph), config_patches=patches
-        )
+        inner: Any = lambda graph, *_args, **_kwargs: boxed(graph)  # noqa: E731
+        return cast("Callable[..., Any]", compile_fx(gm, inputs, inner_compile=inner, config_patches=patches))
 
 
 def _fake(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> tuple[Any, Any, Any]:

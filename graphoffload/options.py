@@ -21,6 +21,8 @@ Partitioner = Callable[..., Any]
 _OURS = {
     "custom_partitioner_fn": "graphoffload is itself the partitioner; give your own as the option 'partitioner'",
     "reorder_for_peak_memory": "it knows nothing of copy streams and would move reloads away from where the plan put them",
+    "allow_buffer_reuse": "it would hold memory between layers that the plan has freed",
+    "reorder_for_locality": "it would move compute across the reloads and releases that the plan put between",
 }
 
 
@@ -65,7 +67,9 @@ def read_options(
     if isinstance(machine, str):
         machine = Machine.named(machine)
     if machine is not None and not isinstance(machine, Machine):
-        raise UsageError(f"option 'machine' is a {type(machine).__name__}; give a graphoffload.Machine or a machine's name")
+        raise UsageError(
+            f"option 'machine' is a {type(machine).__name__}; give a graphoffload.Machine or a machine's name"
+        )
     return Options(
         policy=OffloadHidden() if policy is None else check_policy(policy),
         machine=machine,
@@ -87,7 +91,9 @@ def read_compile_options(options: Mapping[str, Any] | None, mode: str | None) ->
             hint = f"did you mean {near[0]!r}? " if near else ""
             if name in list_inductor_options():
                 hint = f"it is an option of Inductor: give options={{'inductor': {{{name!r}: ...}}}}. "
-            raise UsageError(f"unknown option {name!r} of backend 'graphoffload'; {hint}known: {', '.join(sorted(known))}")
+            raise UsageError(
+                f"unknown option {name!r} of backend 'graphoffload'; {hint}known: {', '.join(sorted(known))}"
+            )
     return read_options(**given, mode=mode)
 
 
@@ -104,7 +110,9 @@ def _inductor_options(
         merged.update(modes[mode])
     merged.update(inductor or {})
     if merged and compiler != "inductor":
-        raise UsageError(f"Inductor's options {sorted(merged)} have no effect with compiler={compiler!r}; leave them out")
+        raise UsageError(
+            f"Inductor's options {sorted(merged)} have no effect with compiler={compiler!r}; leave them out"
+        )
     known = set(list_inductor_options())
     for name in merged:
         if name in _OURS:

@@ -32,4 +32,6 @@ class Explanation:
     def __str__(self) -> str:
         if len(self.plans) == 1:
             return plan_text(self.plans[0])
-        return "\n\n".join(f"graph {index + 1} of {len(self.plans)}\n{plan_text(plan)}" for index, plan in enumerate(self.plans))
+        return "\n\n".join(
+            f"graph {index + 1} of {len(self.plans)}\n{plan_text(plan)}" for index, plan in enumerate(self.plans)
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphoffload.backend import OffloadPartitioner, lower
+from graphoffload.capture import one_graph, with_own_code
 from graphoffload.errors import UnsupportedGraphError
 from graphoffload.options import Partitioner, read_options
 from graphoffload.planning.machine import Machine
@@ -23,7 +24,9 @@ class _CapturedError(Exception):
 class Transformed:
     """Hold what `transform` made: `plan`, the rewritten `forward` and `backward` GraphModules, and a callable that trains."""
 
-    def __init__(self, plan: Plan, forward: fx.GraphModule, backward: fx.GraphModule, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, plan: Plan, forward: fx.GraphModule, backward: fx.GraphModule, function: Callable[..., Any]
+    ) -> None:
         self.plan = plan
         self.forward = forward
         self.backward = backward
@@ -49,9 +52,7 @@ def transform(
 
     Raises `UnsupportedGraphError` when `fn` is not one graph or saves nothing for backward; `UsageError` for bad arguments.
     """
-    options = read_options(
-        policy=policy, machine=machine, compiler="aot_eager", partitioner=partitioner, timing=timing
-    )
+    options = read_options(policy=policy, machine=machine, compiler="aot_eager", partitioner=partitioner, timing=timing)
     pairs: list[tuple[fx.GraphModule, fx.GraphModule, Plan]] = []
     capturing = True
 
@@ -66,9 +67,10 @@ def transform(
 
         return run
 
-    function = torch.compile(fn, backend=capture_backend, fullgraph=True)
+    function = torch.compile(with_own_code(fn), backend=capture_backend, fullgraph=True)
     try:
-        function(*inputs)
+        with one_graph():
+            function(*inputs)
     except _CapturedError:
         pass
     finally:

@@ -13,10 +13,10 @@ if [ -n "${GRAPHOFFLOAD_PYTHON:-}" ]; then
 fi
 
 source scripts/python.sh
-if ! [ -e .venv/graphoffload-ready ]; then
-  echo "Setting up .venv (torch takes a few minutes, once)" >&2
-  "$PYTHON" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]'
-  touch .venv/graphoffload-ready
+if ! [ -e .venv-demo/graphoffload-ready ]; then
+  echo "Setting up .venv-demo (torch takes a few minutes, once)" >&2
+  "$PYTHON" -m venv .venv-demo
+  .venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]'
+  touch .venv-demo/graphoffload-ready
 fi
-exec .venv/bin/graphoffload demo "$@"
+exec .venv-demo/bin/graphoffload demo "$@"

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
-import subprocess
+import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,17 @@ State = list[dict[str, torch.Tensor]]
 
 
 def main() -> int:
-    """Run the sweep, or one architecture of it (in the process made for it)."""
+    """Run the sweep."""
     options = _options()
-    if options.one is not None:
-        print(json.dumps(measure(architectures.row_named(options.one), options.compiler)))
-        return 0
     rows = [row for row in architectures.ROWS if options.only in (None, row.source)]
     if options.names:
         rows = [row for row in rows if row.name in options.names]
     if options.list:
         print("\n".join(f"{row.source}  {row.name}" for row in rows))
         return 0
+    # The processes are forked from one that has the packages loaded and has computed nothing.
+    present = [name for name in ("graphoffload", "transformers", "timm") if importlib.util.find_spec(name)]
+    multiprocessing.set_forkserver_preload(present)
     results = _read(DOCS / "architectures.jsonl") if options.merge else {}
     for index, row in enumerate(rows):
         result = _in_own_process(row, options.compiler, options.timeout)
@@ -169,7 +171,6 @@ def _line(error: BaseException) -> str:
 
 def _in_own_process(row: architectures.Row, compiler: str, timeout: float) -> dict[str, Any]:
     """Measure in a process of its own; a crash or a time-out becomes a row that is wrong."""
-    command = [sys.executable, __file__, "--one", row.name, "--compiler", compiler]
     failed = {
         "source": row.source,
         "name": row.name,
@@ -180,15 +181,28 @@ def _in_own_process(row: architectures.Row, compiler: str, timeout: float) -> di
     }
     failed |= {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "package": row.source}
     failed |= {"transfers": 0, "offloaded_nbytes": 0, "kept_nbytes": 0, "seconds": timeout}
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, row.name, compiler))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return failed | {"detail": f"no result after {timeout:.0f} s"}
-    last = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode or not last.startswith("{"):
-        return failed | {"detail": f"exit code {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2][:200]}"}
-    result: dict[str, Any] = json.loads(last)
+        if not receiver.poll(timeout):
+            return failed | {"detail": f"no result after {timeout:.0f} s"}
+        result: dict[str, Any] = receiver.recv()
+        process.join(timeout=30)
+    except EOFError:
+        process.join()
+        return failed | {"detail": f"the process ended without a result, exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
     return result
+
+
+def _send_result(sender: Connection, name: str, compiler: str) -> None:
+    sender.send(measure(architectures.row_named(name), compiler))
 
 
 def _read(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -254,7 +268,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one architecture (default: 900)")
     parser.add_argument("--list", action="store_true", help="list the architectures and stop")
-    parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

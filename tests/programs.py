@@ -216,7 +216,14 @@ class Writer:
 # ---------------------------------------------------------------------------------------------------------------------
 
 UNARY = ("sin", "relu", "sigmoid", "tanh", "cos", "abs", "square", "neg")
-BINARY = ("{a} + {b}", "{a} * {b}", "{a} - {b}", "{a} / ({b}.abs() + 1)", "torch.maximum({a}, {b})", "torch.addcmul({a}, {b}, {b})")
+BINARY = (
+    "{a} + {b}",
+    "{a} * {b}",
+    "{a} - {b}",
+    "{a} / ({b}.abs() + 1)",
+    "torch.maximum({a}, {b})",
+    "torch.addcmul({a}, {b}, {b})",
+)
 
 
 def _unary(w: Writer, step: Step) -> None:
@@ -246,7 +253,9 @@ def _product(w: Writer, step: Step) -> None:
     if step.variant % 2 == 0:
         w.new(f"{name}.transpose(-1, -2) @ {name} / 8")
     else:
-        w.new(f"F.scaled_dot_product_attention({name}.unsqueeze(1), {name}.unsqueeze(1), {name}.unsqueeze(1)).squeeze(1)")
+        w.new(
+            f"F.scaled_dot_product_attention({name}.unsqueeze(1), {name}.unsqueeze(1), {name}.unsqueeze(1)).squeeze(1)"
+        )
 
 
 def _view(w: Writer, step: Step) -> None:
@@ -255,7 +264,11 @@ def _view(w: Writer, step: Step) -> None:
     if value.dim() < 2:
         w.new(f"{name}.reshape(-1, 1)")
     elif value.dim() == 2:
-        flavours = ("{v}.unsqueeze(1)", "{v}[:, 1:]" if value.shape[1] > 1 else "{v}.unsqueeze(-1)", "{v}.t().mul(2).t()")
+        flavours = (
+            "{v}.unsqueeze(1)",
+            "{v}[:, 1:]" if value.shape[1] > 1 else "{v}.unsqueeze(-1)",
+            "{v}.t().mul(2).t()",
+        )
         w.new(flavours[step.variant % len(flavours)].format(v=name))
     else:
         end = "{v}.transpose(-1, -2)"
@@ -456,13 +469,19 @@ def _output(w: Writer, back: int, flavour: int) -> str:
     if name == "x":
         return "x * 1"
     rank = w.of(name).dim()
-    flavours = (name, f"{name}[..., :1]" if rank else name, f"{name}.transpose(0, -1)" if rank else name, f"{name} > 0", f"{name}.sum()")
+    flavours = (
+        name,
+        f"{name}[..., :1]" if rank else name,
+        f"{name}.transpose(0, -1)" if rank else name,
+        f"{name} > 0",
+        f"{name}.sum()",
+    )
     return flavours[flavour % len(flavours)]
 
 
 def _trained(w: Writer) -> str:
-    """Return the newest value that has a gradient, as a scalar."""
-    return next(f"{name}.sum()" for name in reversed(w.values) if w.of(name).requires_grad)
+    """Return a scalar of the newest value that has a gradient, through operators that save something."""
+    return next(f"{name}.sin().square().sum()" for name in reversed(w.values) if w.of(name).requires_grad)
 
 
 def _save_products(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

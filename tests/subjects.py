@@ -135,6 +135,8 @@ SUBJECTS = (
     Subject("decoder", Decoder, _ids),
     Subject("decoder with dropout", functools.partial(Decoder, dropout=0.3), _ids, random=True),
     Subject("decoder with regions", functools.partial(Decoder, checkpointed=True), _ids),
-    Subject("decoder with dropout in regions", functools.partial(Decoder, dropout=0.3, checkpointed=True), _ids, random=True),
+    Subject(
+        "decoder with dropout in regions", functools.partial(Decoder, dropout=0.3, checkpointed=True), _ids, random=True
+    ),
 )
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

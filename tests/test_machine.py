@@ -16,7 +16,7 @@ from graphoffload.planning.machine import IN_FLIGHT_NBYTES, Machine
 def test_the_named_machines() -> None:
     h200 = Machine.named("h200")
     assert (h200.d2h_bytes_per_second, h200.h2d_bytes_per_second, h200.duplex_bytes_per_second) == (55e9, 55e9, 100e9)
-    assert h200.flops_for("bfloat16") == 800e12
+    assert h200.flops_for("bfloat16") == 670e12
     assert h200.memory_bytes_per_second == 4.3e12
     for name in ("h200", "generic", "virtual"):
         assert Machine.named(name).name == name

@@ -118,7 +118,7 @@ def test_the_schemas_declare_what_pins_order_and_lifetime() -> None:
     assert str(OFFLOAD._schema) == "graphoffload::offload(Tensor src, str storage) -> Tensor"
     assert str(RELOAD._schema) == "graphoffload::reload(Tensor host, Device device) -> Tensor"
     for operator in (OFFLOAD, RELEASE, RELOAD, READY):
-        assert torch.Tag.needs_exact_strides in operator.tags
+        assert torch.Tag.flexible_layout in operator.tags
 
 
 def test_autograd_does_not_see_the_copies() -> None:

@@ -15,7 +15,12 @@ from graphoffload.planning.policy import KeepAll, OffloadAll, OffloadHidden
 def test_defaults():
     options = read_options()
     assert options == Options(policy=OffloadHidden())
-    assert (options.compiler, options.partitioner, options.timing, options.inductor) == ("inductor", "min_cut", "roofline", ())
+    assert (options.compiler, options.partitioner, options.timing, options.inductor) == (
+        "inductor",
+        "min_cut",
+        "roofline",
+        (),
+    )
     assert read_compile_options(None, None) == options
     assert read_compile_options({}, "default") == options
 
@@ -68,7 +73,11 @@ def test_options_are_read_as_given():
         ({"inductor": {"max_autotun": True}}, UsageError, "did you mean 'max_autotune'"),
         ({"inductor": {"custom_partitioner_fn": None}}, UsageError, "graphoffload is itself the partitioner"),
         ({"inductor": {"reorder_for_peak_memory": True}}, UsageError, "knows nothing of copy streams"),
-        ({"inductor": {"max_autotune": True}, "compiler": "aot_eager"}, UsageError, "have no effect with compiler='aot_eager'"),
+        (
+            {"inductor": {"max_autotune": True}, "compiler": "aot_eager"},
+            UsageError,
+            "have no effect with compiler='aot_eager'",
+        ),
         ({"inductor": {"triton.cudagraphs": True}}, UsageError, "CUDA graphs"),
     ],
 )

@@ -67,13 +67,15 @@ def test_a_module_compiled_in_place():
 def test_a_function():
     @torch.compile(backend=everything())
     def function(x):
-        return x.sin().cos()
+        return (x @ x.t()).sin().sum()
 
     assert graphoffload.plans(function) == ()
-    function(torch.randn(3, requires_grad=True)).sum().backward()
+    function(torch.randn(3, 4, requires_grad=True)).backward()
     assert len(graphoffload.plans(function)) == 1
 
 
+# Dynamo itself looks at the `.grad` of a layer's input, and hides the warning from all but those who make it an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_layers_compiled_one_by_one():
     model = Stack(3)
     for block in model.blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from pairs import Pair, capture
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -242,6 +243,58 @@ def test_values_tagged_for_offloading_are_saved_and_keep_their_tag(base: str, bu
     assert all(node.meta["recompute"] == CheckpointPolicy.MUST_CPU_OFFLOAD for node in saved)
     again = {n.name for n in new.backward.graph.nodes if n.op == "call_function"}
     assert not again & set(wanted)
+
+
+@pytest.fixture
+def noted() -> Iterator[tuple[Callable[[torch.Tensor], torch.Tensor], list[int]]]:
+    """Yield an operator with an effect on the outside, and the list that it appends to."""
+    calls: list[int] = []
+
+    @torch.library.custom_op("graphoffload_tests::noted", mutates_args=())
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin()
+
+    noted.register_fake(torch.empty_like)
+    noted.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    handle = _register_effectful_op(torch.ops.graphoffload_tests.noted.default, _EffectType.ORDERED)
+    yield noted, calls
+    handle.destroy()
+
+
+def test_an_operator_with_an_effect_runs_once(noted: Any) -> None:
+    act, calls = noted
+
+    class Acts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (act(self.a(x)).cos() * 2).exp().sum()
+
+    for base, budget in (("min_cut", 1.0), ("min_cut", 0.0), ("default", 1.0)):
+        calls.clear()
+        with functorch_config.patch(activation_memory_budget=budget):
+            assert_trains_as_eager(Acts(), (torch.randn(4, 16),), splitting(base))
+        assert len(calls) == 2, "once in eager, once compiled"
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_checks_of_metadata_do_not_stop_recomputation(base: str) -> None:
+    """Torch's default partitioner gives up on a region where one of these is anywhere in the graph."""
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        first = next(node for node in joint.graph.nodes if node.op == "call_function")
+        with joint.graph.inserting_after(first):
+            check = joint.graph.call_function(torch.ops.aten._assert_tensor_metadata.default, (first,))
+        check.meta = {"val": None, "partitioner_tag": "is_forward"}
+        return split(joint, joint_inputs, base=base, **options)
+
+    assert_trains_as_eager(Region(), (torch.randn(4, 16),), partition)
 
 
 def test_attention_that_drops_nothing_is_not_random() -> None:

@@ -9,7 +9,7 @@ from graphoffload.errors import PolicyError, UnsupportedGraphError, UsageError
 from graphoffload.planning.policy import KeepAll, OffloadAll
 from graphoffload.testing import virtual_device
 from torch import nn
-from training import assert_same_bits, fresh, fresh_inputs, train_step
+from training import Compiler, assert_same_bits, fresh, fresh_inputs, train_step
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 
@@ -28,6 +28,7 @@ class Mlp(nn.Module):
 
 @pytest.fixture(autouse=True)
 def device():
+    torch._dynamo.reset()
     with virtual_device() as device:
         yield device
 
@@ -68,19 +69,31 @@ def test_the_graphs_are_readable(model):
         assert made.backward.code.count(f"torch.ops.graphoffload.{operator}.default(") == len(made.plan.transfers)
 
 
-def test_the_graphs_are_those_that_run(model):
-    """A change to the returned graphs must show in what the callable computes, or they are not the ones that run."""
+def test_the_graphs_are_those_that_run(model, device):
     made = graphoffload.transform(model, x := torch.randn(4, 8), policy=EVERYTHING)
-    sines = [node for node in made.forward.graph.nodes if node.target is torch.ops.aten.sin.default]
-    assert len(sines) == 1
-    assert not torch.equal(made(x), torch.zeros(4, 8))
+    made(x).sum().backward()
+    ran = [sample.label for sample in device.ledger.samples if sample.label != "inputs"]
+    graphs = (made.forward.graph, made.backward.graph)
+    assert ran == [node.name for graph in graphs for node in graph.nodes if node.op == "call_function"]
+
+
+def test_transforming_often_leaves_training_compiled(model):
+    """Dynamo counts captures per code and gives up after eight; looking at ten policies must not use them up."""
+    x = torch.randn(4, 8)
+    for min_nbytes in range(10):
+        assert graphoffload.transform(model, x, policy=OffloadAll(min_nbytes=min_nbytes)).plan.decisions
+    compile_ = Compiler(EVERYTHING)
+    torch.compile(model, backend=graphoffload.backend(EVERYTHING, compiler="aot_eager", on_plan=compile_.plans.append))(
+        x
+    )
+    assert compile_.moved
 
 
 def test_functions(device):
     def function(x, y):
-        return (x.sin() * y).exp(), x + 1
+        return (x.sin() @ y).exp().sin(), x + 1
 
-    x, y = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
+    x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     made = graphoffload.transform(function, x, y, policy=EVERYTHING)
     assert_same_bits(train_step(made, fresh_inputs([x, y])), train_step(function, fresh_inputs([x, y])))
 
@@ -130,5 +143,5 @@ def test_bad_arguments(model):
 
 
 def test_an_error_of_the_function_comes_out(model):
-    with pytest.raises(Exception, match="shape|size|invalid"):
+    with pytest.raises(Exception, match="9"):
         graphoffload.transform(model, torch.randn(4, 9))

@@ -10,7 +10,8 @@ from typing import Any
 import graphoffload
 import torch
 from graphoffload.planning.plan import Plan
-from graphoffload.planning.policy import Policy
+from graphoffload.planning.policy import OffloadAll, Policy
+from graphoffload.testing import VirtualRun, check_log, virtual_device
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -63,7 +64,9 @@ def outcome(outputs: Any, *, inputs: Any = (), module: nn.Module | None = None) 
 
 def is_finite(result: Outcome) -> bool:
     """Say whether every number is finite: otherwise NaN cannot tell poison from arithmetic."""
-    return all(bool(torch.isfinite(one).all()) for one in result.values() if one is not None and one.is_floating_point())
+    return all(
+        bool(torch.isfinite(one).all()) for one in result.values() if one is not None and one.is_floating_point()
+    )
 
 
 def assert_same_bits(have: Outcome, want: Outcome) -> None:
@@ -74,9 +77,24 @@ def assert_same_bits(have: Outcome, want: Outcome) -> None:
     assert not faults, "not the same to the bit:\n  " + "\n  ".join(faults)
 
 
+def assert_close(have: Outcome, want: Outcome) -> None:
+    """Raise unless both hold the same names and nearly the same numbers, as the dtype of each allows."""
+    assert have.keys() == want.keys(), f"different names: {sorted(have.keys() ^ want.keys())}"
+    for name, other in want.items():
+        mine = have[name]
+        assert (mine is None) == (other is None), name
+        if mine is not None and other is not None:
+            rough = other.dtype in (torch.bfloat16, torch.float16)
+            torch.testing.assert_close(mine, other, rtol=0.1 if rough else 1e-4, atol=0.1 if rough else 1e-4, msg=name)
+
+
 def _difference(have: torch.Tensor | None, want: torch.Tensor | None) -> str:
     if have is None or want is None:
-        return "" if have is want else f"{'none' if have is None else 'there'}, should be {'none' if want is None else 'there'}"
+        return (
+            ""
+            if have is want
+            else f"{'none' if have is None else 'there'}, should be {'none' if want is None else 'there'}"
+        )
     if (have.dtype, have.shape) != (want.dtype, want.shape):
         return f"{have.dtype} {tuple(have.shape)}, should be {want.dtype} {tuple(want.shape)}"
     if torch.equal(_bits(have), _bits(want)):
@@ -127,3 +145,50 @@ def fresh_inputs(inputs: Any) -> Any:
         return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(torch.Tensor, copied, inputs)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Hold what a comparison left behind for more assertions."""
+
+    plans: tuple[Plan, ...]
+    device: VirtualRun
+
+    @property
+    def plan(self) -> Plan:
+        (plan,) = self.plans
+        return plan
+
+    @property
+    def moved(self) -> frozenset[str]:
+        """Return the names of the storages that move."""
+        return frozenset(transfer.storage for plan in self.plans for transfer in plan.transfers)
+
+
+def assert_trains_as_eager(
+    module: nn.Module,
+    inputs: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Policy = OffloadAll(min_nbytes=0),
+    steps: int = 2,
+    **how: Any,
+) -> Ran:
+    """Train a module and a copy of it, with and without offloading, on the virtual device; raise on any different bit.
+
+    Steps are compared one by one, for some faults are wrong only in the first and others only in a later one.
+    """
+    plain, ours = fresh(module), fresh(module)
+    plain_inputs, our_inputs = (
+        fresh_inputs((tuple(inputs), dict(kwargs or {}))),
+        fresh_inputs((tuple(inputs), dict(kwargs or {}))),
+    )
+    compile_ = Compiler(policy, **how)
+    with virtual_device() as device:
+        run = compile_(ours)
+        for step in range(steps):
+            want = train_step(plain, *plain_inputs, module=plain, seed=step)
+            assert is_finite(want)
+            assert_same_bits(train_step(run, *our_inputs, module=ours, seed=step), want)
+        check_log(device)
+    return Ran(tuple(compile_.plans), device)

@@ -136,7 +136,7 @@ def _unclaimed(
         for index, tensor in enumerate(tensors):
             nbytes = _nbytes_hint(tensor)
             if nbytes and on_device(tensor.device):
-                found.append(Buffer(f"{node.name}:{index}", nbytes, "transient", position[node], dies))
+                found.append(Buffer(f"{node.name}:{index}", nbytes, "transient", position[maker(node)], dies))
     return found
 
 

@@ -22,7 +22,9 @@ def module_path(nodes: Iterable[Node]) -> str:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
             entry = list(stack.values())[-1]
-            return clean_path(entry[0] if isinstance(entry, tuple) else str(entry))
+            path = clean_path(entry[0] if isinstance(entry, tuple) else str(entry))
+            if path:  # the model itself, which stands in the stack only where a function calls it, says nothing
+                return path
     return ""
 
 

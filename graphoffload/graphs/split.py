@@ -71,7 +71,7 @@ def split(
     takes = inspect.signature(partition).parameters
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in takes.values()):
         options = {name: value for name, value in options.items() if name in takes}
-    guarded = duplicate(joint)
+    guarded = _prepared(joint)
     if _guard(guarded):
         with _positive_budget(guarded):
             pair = partition(guarded, joint_inputs, **options)
@@ -93,6 +93,21 @@ def _partitioner(base: str | Partitioner) -> Partitioner:
             f"the base partitioner {base!r} is unknown; use one of {sorted(BASES)} or a partition function"
         )
     return BASES[base]
+
+
+def _prepared(joint: fx.GraphModule) -> fx.GraphModule:
+    """Copy the joint graph, without the checks of dtype and device where regions are recomputed.
+
+    They are effects without a result, at which torch's default partitioner gives up; tracing has checked the same already.
+    """
+    copy = duplicate(joint)
+    if any(node.meta.get("recompute") in RECOMPUTE_TAGS for node in copy.graph.nodes):
+        checks = copy.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)
+        for node in checks:
+            copy.graph.erase_node(node)
+        if checks:
+            copy.recompile()
+    return copy
 
 
 # --- before the split: what must be saved ---------------------------------------------------------------------------------
@@ -118,9 +133,11 @@ def _savable(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes on which both partitioners accept a must-save tag.
 
     An operator with several outputs is tagged itself (for min-cut, which looks past `getitem`) and so are its outputs (for
-    the default one, which cannot save a tuple). A node without a tensor would be refused as impure.
+    the default one, which cannot save a tuple). Impure operators are refused; torch keeps them out of backward itself.
     """
     value = node.meta.get("val")
+    if isinstance(node.target, OpOverload) and node.is_impure(impure_random=False):
+        return
     if isinstance(value, FakeTensor):
         yield node
     elif (
@@ -244,7 +261,7 @@ def _split_again(
     There torch skips its last min-cut and returns those nodes as they are, tuples among them, which AOTAutograd refuses to
     save. Its aggressive mode makes that very min-cut.
     """
-    guarded = duplicate(joint)
+    guarded = _prepared(joint)
     _guard(guarded)
     for node in guarded.graph.nodes:
         node.meta.pop("memory_budget", None)

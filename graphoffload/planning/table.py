@@ -8,7 +8,20 @@ from graphoffload.planning.plan import Action, Decision, Plan, Transfer
 from graphoffload.planning.sizes import format_nbytes
 from graphoffload.planning.values import Size, Storage, Value
 
-COLUMNS = ("value", "module", "operator", "source", "shape", "dtype", "bytes", "action", "leaves", "released", "back", "reason")
+COLUMNS = (
+    "value",
+    "module",
+    "operator",
+    "source",
+    "shape",
+    "dtype",
+    "bytes",
+    "action",
+    "leaves",
+    "released",
+    "back",
+    "reason",
+)
 
 
 def plan_table(plan: Plan, *, biggest: int | None = None) -> str:
@@ -53,7 +66,9 @@ def plan_text(plan: Plan) -> str:
 def align(rows: Sequence[Sequence[str]]) -> str:
     """Lay rows out in columns, left aligned, two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def format_seconds(seconds: float) -> str:
@@ -65,10 +80,14 @@ def format_seconds(seconds: float) -> str:
 
 def _row(value: Value, decision: Decision, transfer: Transfer | None, *, first: bool) -> tuple[str, ...]:
     # Bytes are those of the storage and stand at its first value only: a column that is summed must count storages once.
-    nbytes = "(shared)" if not first else "unknown" if value.storage_nbytes is None else format_nbytes(value.storage_nbytes)
+    nbytes = (
+        "(shared)" if not first else "unknown" if value.storage_nbytes is None else format_nbytes(value.storage_nbytes)
+    )
     times = ("", "", "")
     if transfer is not None and decision.action is Action.OFFLOAD:
-        released = f"{format_seconds(transfer.released)} after {transfer.release_after}" if transfer.wait else "in flight"
+        released = (
+            f"{format_seconds(transfer.released)} after {transfer.release_after}" if transfer.wait else "in flight"
+        )
         times = (
             f"{format_seconds(transfer.offload_start)} after {transfer.offload_after}",
             released,

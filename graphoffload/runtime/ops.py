@@ -23,8 +23,9 @@ from graphoffload.runtime.virtual import VirtualDevice
 _RUNTIMES: weakref.WeakValueDictionary[torch.device, Runtime] = weakref.WeakValueDictionary()
 _RUNTIMES_LOCK = threading.Lock()  # two threads must not each make a runtime for one device
 
-# The layout that the graph says is the layout that moves: no compiler may hand over a copy in another one.
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+# A compiler may hand over any layout: what `offload` has to read is settled in lowering.py, and a host tensor or a reload
+# keeps the layout that it was made with.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _LIBRARY = torch.library.Library("graphoffload", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("offload(Tensor src, str storage) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]

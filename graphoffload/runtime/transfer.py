@@ -101,6 +101,7 @@ class Runtime:
         self.device.refuse_capture()
         with self._lock:
             self._let_orphans_go()
+            self._drop_seen()
             block = self.pool.take(nbytes)
             slot = Slot(f"{storage}#{next(self._slot_numbers)}", block, self.device.compute_stream())
             self._counts["slots"] += 1
@@ -159,6 +160,7 @@ class Runtime:
         slot = owner.slot
         with self._lock:
             self._let_orphans_go()
+            self._drop_seen()
             if not slot.allows(Act.RELOAD):
                 slot.act(Act.RELOAD)  # raises
             departed = _made(slot.departed, slot)
