@@ -19,6 +19,7 @@ import torch
 from workload import SMALL, Shape, build, loss_of
 
 import graphoffload
+from graphoffload._torch import functorch_config
 from graphoffload.runtime import ops
 
 
@@ -82,8 +83,6 @@ def _body(body: Any, spec: dict[str, Any], plans: list[graphoffload.Plan]) -> An
         return body
     if spec["kind"] == "compile":
         if spec.get("aggressive"):
-            import torch._functorch.config as functorch_config
-
             functorch_config.aggressive_recomputation = True
         return torch.compile(body)
     policy = graphoffload.policies.policy_from_json(json.dumps(spec["policy"]))

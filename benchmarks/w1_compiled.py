@@ -65,13 +65,6 @@ def main() -> int:
             {"variant": "graphoffload, default policy", "kind": "graphoffload", "policy": {"policy": "OffloadHidden"}},
         ):
             add(_process("variant.py", {**spec, "small": arguments.small}, str(spec["variant"])))
-    if "peers" in parts:
-        for spec in (
-            {"variant": "eager", "kind": "eager"},
-            {"variant": "compile + checkpoint", "kind": "compile", "checkpoint": True},
-            {"variant": "compile + aggressive recomputation", "kind": "compile", "aggressive": True},
-        ):
-            add(_process("variant.py", {**spec, "small": arguments.small}, str(spec["variant"])))
     if "flat" in parts:
         spec = {"kind": "graphoffload", "policy": some(amount), "steps": 200, "run_ahead": True}
         add(
@@ -79,6 +72,13 @@ def main() -> int:
                 "variant.py", {**spec, "variant": "graphoffload, 200 steps", "small": arguments.small}, "200 steps"
             )
         )
+    if "peers" in parts:
+        for spec in (
+            {"variant": "compile + checkpoint", "kind": "compile", "checkpoint": True},
+            {"variant": "compile + aggressive recomputation", "kind": "compile", "aggressive": True},
+            {"variant": "eager", "kind": "eager"},
+        ):
+            add(_process("variant.py", {**spec, "small": arguments.small}, str(spec["variant"])))
     if "equal" in parts:
         policies = {f"{arguments.offload_gb} GB": some(amount), "everything": every}
         spec = {
@@ -137,7 +137,8 @@ def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row.get('variant')}: FAILED\n{row['error']}"
     if "comparison" in row:
-        return f"{row['comparison']:40s} {row['steps']} steps  {'equal to the bit' if row['equal'] else 'DIFFERENT: ' + '; '.join(row.get('differences', []))}"
+        verdict = "equal to the bit" if row["equal"] else "DIFFERENT: " + "; ".join(row.get("differences", []))
+        return f"{row['comparison']:50s} {row['steps']} steps  {verdict}"
     if "step_seconds" not in row:
         return json.dumps(row)
     text = f"{row['variant']:40s} {row['step_seconds'] * 1e3:8.1f} ms  peak {row['peak_nbytes'] / GB:6.2f} GB"

@@ -32,11 +32,11 @@ SMALL = Shape(layers=2, hidden=256, intermediate=512, heads=4, key_value_heads=2
 
 
 def causal_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    _attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:

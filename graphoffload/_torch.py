@@ -36,7 +36,7 @@ from torch._inductor.ir import (
 from torch._inductor.lowering import fallback_handler as fallback_handler  # call the operator itself; 2.11-2.14
 from torch._inductor.lowering import register_lowering as register_lowering  # see lowering; 2.11-2.14
 from torch._inductor.scheduler import SchedulerNode as SchedulerNode  # mended in lowering; 2.11-2.14
-from torch._inductor.virtualized import V as inductor_globals  # the graph being lowered, see lowering; 2.11-2.14
+from torch._inductor.virtualized import V as V  # the graph being lowered, see lowering; 2.11-2.14
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # a node's target, see graphs/storage; 2.11-2.14
 from torch._ops import OpOverload as OpOverload  # a node's target, see graphs/storage; 2.11-2.14
 from torch._ops import OpOverloadPacket as OpOverloadPacket  # a node's target in graphs not from AOT; 2.11-2.14
@@ -123,4 +123,4 @@ def saved_tensors_hooks_are_active() -> bool:
 
 def current_inductor_graph() -> Any:
     """Return the graph that Inductor is lowering in this thread."""
-    return inductor_globals.graph
+    return V.graph

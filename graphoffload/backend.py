@@ -139,6 +139,7 @@ class OffloadPartitioner(CustomPartitionerFn):
         static_lifetime_input_indices: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Pair:
+        """Return the rewritten (forward, backward) of a joint graph; the arguments are those of torch's partitioners."""
         options = self.options
         static = tuple(static_lifetime_input_indices or ())
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphoffload._torch import (
     DataDependentOutputException,
@@ -17,6 +16,7 @@ from graphoffload._torch import (
     FakeTensorMode,
     compile_fx,
     functorch_config,
+    pytree,
 )
 from graphoffload.backend import OffloadPartitioner, lower
 from graphoffload.capture import any_number_of_captures, with_own_code
@@ -65,15 +65,15 @@ def explain(
             explained(*fake_args, **fake_kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
-            f"the model needs real data to be traced: it uses the result of {error.func} as a number or a size; compile it with "
-            "backend='graphoffload' and read graphoffload.plans(model) instead"
+            f"the model needs real data to be traced: it uses the result of {error.func} as a number or a size; compile it "
+            "with backend='graphoffload' and read graphoffload.plans(model) instead"
         ) from error
     if not plans:
         raise UsageError("nothing to explain: no output needs a gradient, so nothing is saved for backward")
     return Explanation(tuple(plans))
 
 
-def _anywhere(device: torch.device) -> bool:
+def _anywhere(_device: torch.device) -> bool:
     return True
 
 

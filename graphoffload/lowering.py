@@ -39,7 +39,7 @@ def install() -> None:
         _sources(graph)[host.get_name()] = source
         return host
 
-    def lower_release(host: Any, src: Any, wait: bool, last: bool = True) -> Any:
+    def lower_release(host: Any, _src: Any, wait: bool, _last: bool = True) -> Any:
         graph = current_inductor_graph()
         source = _sources(graph)[host.get_name()]
         if not wait:

@@ -26,6 +26,7 @@ class Compiled:
         self.runtimes = runtimes
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
         return self.function(*args)
 
 
@@ -56,7 +57,7 @@ def plans(compiled: Any) -> tuple[Plan, ...]:
         code = getattr(function, "__code__", None)
         if code is None:
             raise UsageError(
-                f"plans() takes a compiled model or function, or a module that was compiled; this is a {type(compiled).__name__}"
+                f"plans() takes a compiled model or function, or a compiled module; this is a {type(compiled).__name__}"
             )
         owners = [code]
     found = [entry() for owner in owners for entry in _compiled_of.get(owner, ())]

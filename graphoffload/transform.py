@@ -33,6 +33,7 @@ class Transformed:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rewritten graphs; outputs carry gradients."""
         return self._function(*args, **kwargs)
 
 

@@ -235,15 +235,17 @@ TIMM: tuple[Row, ...] = (
     _timm("poolformer_s12"),
     _timm("fastvit_t8"),
     _timm("vit_tiny_patch16_224", img_size=64, depth=2),
-    _timm("deit_tiny_patch16_224", img_size=64, depth=2),
+    _timm("eva02_tiny_patch14_224", img_size=56, depth=2),
+    _timm("beit_base_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=4),
     _timm("cait_xxs24_224", img_size=64, depth=2),
     _timm("xcit_nano_12_p16_224", img_size=64, depth=2),
-    _timm("mixer_s32_224", img_size=64, num_blocks=2),
-    _timm("gmlp_ti16_224", img_size=64, num_blocks=2),
-    _timm("resmlp_12_224", img_size=64, num_blocks=2),
+    _timm("mixer_s32_224", img_size=64),
+    _timm("gmlp_ti16_224", img_size=64),
+    _timm("resmlp_12_224", img_size=64),
     _timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 1, 1)),
     _timm("pit_ti_224", img_size=64),
-    _timm("levit_128s"),
+    _timm("inception_next_atto"),
+    _timm("mobilenetv4_conv_small"),
 )
 
 ROWS: tuple[Row, ...] = TRANSFORMERS + TIMM
@@ -313,7 +315,8 @@ def _pairs(_model: torch.nn.Module, generator: torch.Generator) -> dict[str, Any
 def _pixels(model: torch.nn.Module, generator: torch.Generator) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if config is None:  # timm: its models take the image alone
-        return {"x": torch.randn(BATCH, 3, 64, 64, generator=generator)}
+        side = getattr(getattr(model, "patch_embed", None), "img_size", (64, 64))
+        return {"x": torch.randn(BATCH, 3, *side, generator=generator)}
     size = getattr(config, "image_size", IMAGE)
     image = torch.randn(BATCH, 3, size, size, generator=generator)
     return {"pixel_values": image, "labels": torch.randint(CLASSES, (BATCH,), generator=generator)}

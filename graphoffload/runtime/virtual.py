@@ -13,6 +13,7 @@ cannot be undone, so a copy that was not told to wait for compute since the copy
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -167,22 +168,25 @@ class Ledger:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lock = threading.Lock()  # two threads may run graphs on one device
 
     def tick(self, label: str, tensors: Iterable[torch.Tensor]) -> int:
         """Take note of new tensors, and add a sample; return its bytes."""
-        for tensor in tensors:
-            self._see(tensor)
-        gone = [key for key, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
-        for key in gone:
-            del self._live[key]
-        nbytes = sum(nbytes for _, nbytes in self._live.values())
-        self.samples.append(Sample(label, nbytes))
-        return nbytes
+        with self._lock:
+            for tensor in tensors:
+                self._see(tensor)
+            gone = [key for key, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
+            for key in gone:
+                del self._live[key]
+            nbytes = sum(nbytes for _, nbytes in self._live.values())
+            self.samples.append(Sample(label, nbytes))
+            return nbytes
 
     def reset(self) -> None:
         """Forget the samples and the storages seen so far."""
-        self.samples.clear()
-        self._live.clear()
+        with self._lock:
+            self.samples.clear()
+            self._live.clear()
 
     @property
     def peak_nbytes(self) -> int:

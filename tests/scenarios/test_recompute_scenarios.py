@@ -8,7 +8,7 @@ import graphoffload
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from graphoffload.errors import PolicyError
+from graphoffload.errors import GraphOffloadWarning, PolicyError
 from graphoffload.planning.plan import Action
 from graphoffload.planning.policy import FirstOf, FollowTags, KeepAll, OffloadAll
 from graphoffload.runtime.ops import RELOAD
@@ -65,8 +65,13 @@ def test_recomputation_reads_what_was_reloaded(x, partitioner):
         made = graphoffload.transform(Region(), x, policy=EVERYTHING, partitioner=partitioner)
     recomputed = [node for node in made.backward.graph.nodes if node.target is torch.ops.aten.exp.default]
     assert recomputed
-    assert all(node.args[0].target is RELOAD for node in recomputed)
+    assert all(RELOAD in origins(node) for node in recomputed)
     assert made.plan.recomputed_nbytes > 0
+
+
+def origins(node):
+    """Return the operators that a node depends on, itself included."""
+    return {node.target}.union(*(origins(source) for source in node.all_input_nodes))
 
 
 def test_what_is_recomputed_is_not_offloaded_too(x):
@@ -97,6 +102,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "region"])
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("policy", [EVERYTHING, KeepAll()], ids=["offload", "keep"])
+@pytest.mark.filterwarnings("ignore:graphoffload was asked to offload and moves nothing")  # at budget 0 only inputs are saved
 def test_the_mask_of_backward_is_that_of_forward(policy, budget, checkpointed):
     """Rank 6: under any memory budget and policy no random operator is run anew (pytorch #190758 at budget 0)."""
     torch.manual_seed(0)
@@ -111,11 +117,10 @@ def test_the_mask_of_backward_is_that_of_forward(policy, budget, checkpointed):
 @torch.library.custom_op("graphoffload_tests::count", mutates_args={"counter"})
 def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     counter.add_(1)
-    return x.clone()
+    return x.new_ones(())
 
 
-count.register_fake(lambda x, counter: torch.empty_like(x))
-count.register_autograd(lambda ctx, grad: (grad, None))
+count.register_fake(lambda x, counter: x.new_empty(()))
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.0])
@@ -124,7 +129,7 @@ def test_an_effect_happens_once(x, partitioner, budget):
     """Rank 6: an operator with an effect is not replayed by backward."""
     model, counter = Region(), torch.zeros(())
     with virtual_device(), functorch_config.patch(activation_memory_budget=budget):
-        run = Compiler(EVERYTHING, options={"partitioner": partitioner})(lambda x, c: model(count(model(x), c).exp()))
+        run = Compiler(EVERYTHING, options={"partitioner": partitioner})(lambda x, c: model((model(x).exp() * count(x.detach(), c)).sin()))
         run(x, counter).sum().backward()
     assert counter == 1
 
@@ -214,7 +219,7 @@ def train_tagged(x, tag, policy, compiler="aot_eager"):
     """Train with a tag on the products inside the region; return the plan and whether gradients are those without it."""
     torch.manual_seed(0)
     model = Region(context_fn=saved_with(tag))
-    plain, y = fresh(model), fresh_inputs(x)
+    plain, x, y = fresh(model), fresh_inputs(x), fresh_inputs(x)
     plain.how = {"use_reentrant": False}
     compile_ = Compiler(policy, compiler=compiler)
     with virtual_device():
@@ -248,7 +253,8 @@ def test_must_offload_is_obeyed_under_inductor(x):
 def test_prefer_offload_is_followed_unless_the_policy_says_otherwise(x):
     followed = train_tagged(x, PREFER, FollowTags())
     assert actions(followed, tagged(followed, PREFER)) == {Action.OFFLOAD}
-    overridden = train_tagged(x, PREFER, KeepAll())
+    with pytest.warns(GraphOffloadWarning, match="KeepAll keeps everything"):
+        overridden = train_tagged(x, PREFER, KeepAll())
     assert actions(overridden, tagged(overridden, PREFER)) == {Action.KEEP}
     either = train_tagged(x, PREFER, FirstOf(FollowTags(), KeepAll()))
     assert actions(either, tagged(either, PREFER)) == {Action.OFFLOAD}
@@ -276,7 +282,11 @@ def test_must_offload_of_an_output_is_an_error_that_says_why(x):
     inside = nn.Linear(8, 8)
 
     def function(x):
-        return checkpoint(lambda a: (inside(a), inside(a).exp()), x.sin(), use_reentrant=False, context_fn=saved_with(MUST))
+        def body(a):
+            b = inside(a)
+            return b, b.sin()
+
+        return checkpoint(body, x.sin(), use_reentrant=False, context_fn=saved_with(MUST))
 
     message = _error_of(lambda: Compiler(FollowTags())(function)(x))
     assert "MUST_CPU_OFFLOAD" in message
@@ -294,6 +304,6 @@ def test_must_offload_of_a_parameter_view_is_an_error_that_says_why(x):
         context = functools.partial(create_selective_checkpoint_contexts, tag_views)
         return checkpoint(lambda a: (a @ weight.t()).sin(), x.sin(), use_reentrant=False, context_fn=context).cos()
 
-    message = _error_of(lambda: Compiler(FollowTags())(function)(x, weight))
+    message = _error_of(lambda: Compiler(FollowTags(), options={"partitioner": "default"})(function)(x, weight))
     assert "MUST_CPU_OFFLOAD" in message
     assert "parameter" in message or "input" in message
