@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch.fx import Node
 
+_PACKAGE = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 _GETATTR = re.compile(r"getattr\(([^()]*), *['\"]([^'\"]*)['\"]\)")
 _ROOT = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\]\.?")
@@ -38,9 +39,11 @@ def clean_path(path: str) -> str:
 
 
 def source_line(nodes: Iterable[Node]) -> str:
-    """Return `file.py:123` of the innermost frame of the first of `nodes` that knows."""
+    """Return `file.py:123` of the innermost frame, not one of this package, of the first of `nodes` that knows."""
     for node in nodes:
-        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+        found = _FRAME.findall(node.meta.get("stack_trace") or "")
+        # transform() and explain() call the user's program from a frame of ours.
+        frames = [(path, line) for path, line in found if not path.startswith(_PACKAGE)]
         if frames:
             path, line = frames[-1]
             return f"{PurePath(path).name}:{line}"

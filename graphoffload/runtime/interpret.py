@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphoffload._torch import pytree
+from graphoffload._torch import FakeTensor, pytree
 from graphoffload.runtime.ops import virtual_runtime
 from graphoffload.runtime.virtual import Ledger
 
@@ -36,7 +36,8 @@ def boxed(graph_module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """
 
     def run(args: list[Any]) -> Any:
-        runtime = virtual_runtime()
+        # Fake tensors, which `explain` runs, take no memory: there is nothing to measure, even on a virtual device.
+        runtime = None if any(isinstance(arg, FakeTensor) for arg in args) else virtual_runtime()
         ledger = getattr(runtime.device, "ledger", None) if runtime is not None else None
         if ledger is not None:
             ledger.tick("inputs", _tensors(args))
