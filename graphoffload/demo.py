@@ -9,6 +9,7 @@ accelerator.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +173,7 @@ def _compile(
 def _measured(settings: Settings, *, watch: bool) -> Iterator[Callable[[], int | None]]:
     """Yield a function that gives the peak of device memory: of the ledger on the CPU, of the allocator elsewhere."""
     if settings.device != "cpu":
+        gc.collect()  # what an earlier run left in reference cycles must not count for this one
         torch.accelerator.reset_peak_memory_stats()
         yield torch.accelerator.max_memory_allocated
     elif watch:
