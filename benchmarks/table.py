@@ -66,14 +66,11 @@ def _link(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         if "everything" in row["variant"]:
-            bound = (
-                row["moved_nbytes"] / machine["d2h_bytes_per_second"]
-                + row["moved_nbytes"] / machine["h2d_bytes_per_second"]
-            )
+            nbytes, out, back = row["moved_nbytes"], machine["d2h_bytes_per_second"], machine["h2d_bytes_per_second"]
+            bound = nbytes / out + nbytes / back
             lines.append(
-                f"The link, measured in this run: {machine['d2h_bytes_per_second'] / GB:.1f} GB/s out, "
-                f"{machine['h2d_bytes_per_second'] / GB:.1f} GB/s back. {row['moved_nbytes'] / GB:.2f} GB each way take at least "
-                f"{bound * 1e3:.0f} ms; the step took {row['step_seconds'] / bound:.3f} times that."
+                f"The link, measured in this run: {out / GB:.1f} GB/s out, {back / GB:.1f} GB/s back. {_gb(nbytes)} each way "
+                f"take at least {bound * 1e3:.0f} ms; the step took {row['step_seconds'] / bound:.3f} times that."
             )
     return "\n".join(lines) + "\n"
 
