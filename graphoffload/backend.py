@@ -80,7 +80,8 @@ def offload_pair(
         on_device=ops.on_device,
         fused=fused,
     )
-    plan = make_plan(facts, policy, machine or machine_of(facts.device))
+    # The split is done, so what a policy wants recomputed is kept, and the plan says why.
+    plan = make_plan(facts, policy, machine or machine_of(facts.device), not_recomputable={})
     return (*_apply(forward, backward, plan, num_fwd_outputs=num_fwd_outputs), plan)
 
 

@@ -118,54 +118,62 @@ class Code:
         return wrong
 
 
-def compiled_code(subject, **options):
-    """Train one step under Inductor; return (the rewritten pair, the plan, the code of forward, the code of backward)."""
+@dataclass(frozen=True)
+class Listing:
+    """Hold a rewritten pair and what Inductor made of each half."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    plan: Plan
+    forward_code: Code
+    backward_code: Code
+
+
+@pytest.fixture(scope="module")
+def listing():
+    """Train one step of a decoder under Inductor, and read its output code."""
     pairs: list[tuple[fx.GraphModule, fx.GraphModule, Plan]] = []
-    checked = read_options(policy=EVERYTHING, compiler="inductor", **options)
+    options = read_options(policy=EVERYTHING, compiler="inductor", machine="virtual")
 
     def backend(gm, inputs):
-        return lower(gm, inputs, checked, OffloadPartitioner(checked, on_pair=lambda *pair: pairs.append(pair)))
+        return lower(gm, inputs, options, OffloadPartitioner(options, on_pair=lambda *pair: pairs.append(pair)))
 
     torch._dynamo.reset()
-    module, inputs = subject.module(), subject.inputs()
-    with fresh_cache():
-        _, code = run_and_get_code(lambda: train_step(torch.compile(module, backend=backend, fullgraph=True), inputs, module=module))
+    torch.manual_seed(0)
+    module = Decoder(depth=1, dropout=0.3)
+    run = torch.compile(module, backend=backend, fullgraph=True)
+    with virtual_device(), fresh_cache():
+        _, code = run_and_get_code(lambda: train_step(run, BY_NAME["decoder"].inputs(), module=module))
     ((forward, backward, plan),) = pairs
-    assert len(code) == 2
-    return forward, backward, plan, Code(code[0]), Code(code[1])
+    return Listing(forward.graph, backward.graph, plan, *map(Code, code))
 
 
 @needs_cpp_compiler
-@pytest.mark.parametrize("name", ["mlp", "decoder with dropout"])
-def test_inductor_keeps_every_operator_in_order(device, name):
+def test_inductor_keeps_every_operator_in_order(listing):
     """Offload, release, reload and ready stand in Inductor's output code as often and in the order as in the pair."""
-    forward, backward, plan, forward_code, backward_code = compiled_code(BY_NAME[name])
-    slots = {node.args[1]: node.name for node in forward.graph.nodes if node.target is OFFLOAD}
-    assert set(slots) == {transfer.storage for transfer in plan.transfers}
-    assert forward_code.calls(slots) == calls_in_graph(forward.graph)
-    assert backward_code.calls(slots) == calls_in_graph(backward.graph)
-    assert len(calls_in_graph(backward.graph)) == 2 * len(plan.transfers) > 4
+    slots = {node.args[1]: node.name for node in listing.forward.nodes if node.target is OFFLOAD}
+    assert set(slots) == {transfer.storage for transfer in listing.plan.transfers}
+    assert listing.forward_code.calls(slots) == calls_in_graph(listing.forward)
+    assert listing.backward_code.calls(slots) == calls_in_graph(listing.backward)
+    assert len(calls_in_graph(listing.backward)) == 2 * len(listing.plan.transfers) > 4
 
 
 @needs_cpp_compiler
-@pytest.mark.parametrize("name", ["mlp", "decoder with dropout"])
-def test_inductor_reads_nothing_before_it_is_ready(device, name):
+def test_inductor_reads_nothing_before_it_is_ready(listing):
     """A read that Inductor moves in front of the wait would read what the copy has not yet written."""
-    *_, backward_code = compiled_code(BY_NAME[name])
-    assert backward_code.reads_before_ready() == []
+    assert listing.backward_code.reads_before_ready() == []
 
 
 @needs_cpp_compiler
-def test_inductor_computes_between_reload_and_ready(device):
+def test_inductor_computes_between_reload_and_ready(listing):
     """Reloads stay early: somewhere a kernel or a product runs between a reload and its ready."""
-    *_, code = compiled_code(BY_NAME["decoder with dropout"], machine="virtual")
     started = {}
     overlapped = 0
-    for call in code.calls({}):
+    for call in listing.backward_code.calls({}):
         if call.operator == "reload":
             started[call.storage] = call.line
         else:
-            between = code.lines[started[call.storage] : call.line]
+            between = listing.backward_code.lines[started[call.storage] : call.line]
             overlapped += any(line.startswith(("cpp_", "extern_kernels")) for line in between)
     assert overlapped > 0
 
@@ -204,19 +212,34 @@ def test_a_warm_cache_never_runs_another_policys_code(device):
 
 
 class Stack(nn.Module):
-    """Layers of one class, to be compiled one by one or with a graph break between them."""
+    """Layers of one class, to be compiled one by one."""
 
-    def __init__(self, *, broken=False):
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.broken = broken
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-            if self.broken:
-                torch._dynamo.graph_break()
         return x
+
+
+class Broken(Stack):
+    """Break the graph in a loop (Dynamo then compiles each layer by itself), or between two lines (two graphs)."""
+
+    def __init__(self, *, looped):
+        super().__init__()
+        self.looped = looped
+
+    def forward(self, x):
+        if self.looped:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+        x = self.layers[1](self.layers[0](x))
+        torch._dynamo.graph_break()
+        return self.layers[2](x)
 
 
 def sequences():
@@ -249,11 +272,14 @@ def test_layer_by_layer(device, compiler):
 
 
 @grad_of_inner
-def test_graph_breaks(device):
+@pytest.mark.parametrize("looped", [False, True], ids=["two graphs", "layers"])
+def test_graph_breaks(device, looped):
     torch.manual_seed(0)
-    ran = assert_trains_as_eager(Stack(broken=True), [sequences()], fullgraph=False)
-    assert len(ran.plans) > 1
+    ran = assert_trains_as_eager(Broken(looped=looped), [sequences()], fullgraph=False)
     assert all(plan.transfers for plan in ran.plans)
+    assert len(ran.plans) == (1 if looped else 2)
+    offloads = sum(len(plan.transfers) for plan in ran.plans) * (len(Stack().layers) if looped else 1)
+    assert ran.device.stats().offloads == 2 * offloads
 
 
 def test_fullgraph(device):
