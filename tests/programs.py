@@ -41,7 +41,8 @@ class Step:
 class Program:
     """Hold one program.
 
-    `outputs` are pairs (pick, flavour) of what is returned beside the sum of the newest value that has a gradient. `dynamic` asks to compile it with symbolic sizes. `input_grad` says whether the
+    `outputs` are pairs (pick, flavour) of what is returned beside the sum of the newest value that has a gradient.
+    `dynamic` asks to compile it with symbolic sizes. `input_grad` says whether the
     float input requires a gradient, as in the middle of a network, or does not, as at its start.
     """
 

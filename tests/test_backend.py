@@ -6,9 +6,13 @@ import dataclasses
 import re
 import warnings
 
-import graphoffload
 import pytest
 import torch
+from pairs import capture
+from subjects import BY_NAME, Mlp
+from training import assert_same_bits, fresh, fresh_inputs, train_step
+
+import graphoffload
 from graphoffload.backend import OffloadPartitioner
 from graphoffload.errors import GraphOffloadWarning, PolicyError, StalePlanError, UsageError
 from graphoffload.graphs.erase import erase
@@ -18,9 +22,6 @@ from graphoffload.planning.plan import Action, Plan
 from graphoffload.planning.policy import ByName, KeepAll, OffloadAll, OffloadBytes, OffloadHidden
 from graphoffload.runtime.ops import OFFLOAD, READY, RELEASE, RELOAD
 from graphoffload.testing import virtual_device
-from pairs import capture
-from subjects import BY_NAME, Mlp
-from training import assert_same_bits, fresh, fresh_inputs, train_step
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 VIRTUAL = Machine.named("virtual")

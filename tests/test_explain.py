@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 
-import graphoffload
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from training import Compiler
+
+import graphoffload
 from graphoffload.errors import UsageError
 from graphoffload.planning.plan import Action, Plan
 from graphoffload.planning.policy import KeepAll, OffloadAll
 from graphoffload.testing import virtual_device
-from torch import nn
-from training import Compiler
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 

@@ -5,22 +5,32 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import graphoffload
 import pytest
 import torch
-from graphoffload.backend import OffloadPartitioner, lower
-from graphoffload.options import read_options
-from graphoffload.planning.plan import Plan
-from graphoffload.planning.policy import KeepAll, OffloadAll, OffloadBytes
-from graphoffload.runtime.ops import OFFLOAD, READY, RELEASE, RELOAD
-from graphoffload.testing import check_log, virtual_device
 from requirements import needs_cpp_compiler
 from subjects import BY_NAME, Block, Decoder, Mlp
 from torch import fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
-from training import Compiler, assert_close, assert_same_bits, assert_trains_as_eager, fresh, fresh_inputs, outcome, train_step
+from training import (
+    Compiler,
+    assert_close,
+    assert_same_bits,
+    assert_trains_as_eager,
+    fresh,
+    fresh_inputs,
+    outcome,
+    train_step,
+)
+
+import graphoffload
+from graphoffload.backend import OffloadPartitioner, lower
+from graphoffload.options import read_options
+from graphoffload.planning.plan import Plan
+from graphoffload.planning.policy import KeepAll, OffloadAll, OffloadBytes
+from graphoffload.runtime.ops import OFFLOAD, READY, RELEASE, RELOAD
+from graphoffload.testing import check_log, virtual_device
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 OURS = {OFFLOAD: "offload", RELEASE: "release", RELOAD: "reload", READY: "ready"}
@@ -39,7 +49,7 @@ def rows(seed=0, count=4):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-# --- Inductor's output code ------------------------------------------------------------------------------------------------
+# --- Inductor's output code ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,10 @@ class Code:
                 found.append(Call("release", names[match[1]], number))
             elif match := re.search(r"graphoffload\.reload\.default\((?:reinterpret_tensor\()?(\w+)", line):
                 found.append(Call("reload", match[1], number))
-            elif match := re.search(r"graphoffload\.ready\.default\((?:reinterpret_tensor\()?(\w+)\b.*?, (?:reinterpret_tensor\()?(\w+_host\w*)", line):
+            elif match := re.search(
+                r"graphoffload\.ready\.default\((?:reinterpret_tensor\()?(\w+)\b.*?, (?:reinterpret_tensor\()?(\w+_host\w*)",
+                line,
+            ):
                 found.append(Call("ready", match[2], number))
         return found
 
@@ -178,7 +191,7 @@ def test_inductor_computes_between_reload_and_ready(listing):
     assert overlapped > 0
 
 
-# --- caches ------------------------------------------------------------------------------------------------------------------
+# --- caches ----------------------------------------------------------------------------------------------------------
 
 
 @needs_cpp_compiler
@@ -208,7 +221,7 @@ def test_a_warm_cache_never_runs_another_policys_code(device):
     assert hits[2] > 0
 
 
-# --- ways of compiling ---------------------------------------------------------------------------------------------------------
+# --- ways of compiling -----------------------------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
@@ -345,7 +358,7 @@ def test_autocast(device, dtype):
     assert str(dtype).removeprefix("torch.") in dtypes
 
 
-# --- dynamic shapes -----------------------------------------------------------------------------------------------------------
+# --- dynamic shapes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=needs_cpp_compiler)])
@@ -359,7 +372,10 @@ def test_sizes_do_not_recompile(device, compiler):
     for size in (3, 5, 8, 13):
         for each in (model, plain):
             each.zero_grad()
-        have, want = train_step(run, [rows(count=size)], module=model), train_step(plain, [rows(count=size)], module=plain)
+        have, want = (
+            train_step(run, [rows(count=size)], module=model),
+            train_step(plain, [rows(count=size)], module=plain),
+        )
         (assert_same_bits if compiler == "aot_eager" else assert_close)(have, want)
     assert count.frame_count == 1
     assert device.stats().offloads > 0

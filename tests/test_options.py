@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import graphoffload
 import pytest
 import torch
+
+import graphoffload
 from graphoffload.backend import graphoffload as offload_backend
 from graphoffload.errors import GraphOffloadError, MachineError, PolicyError, UsageError
 from graphoffload.options import Options, read_compile_options, read_options
@@ -109,7 +110,7 @@ def test_cuda_graphs_by_configuration_do_not_concern_aot_eager():
 
 
 def test_unknown_mode():
-    with pytest.raises(UsageError, match="not a mode of torch.compile"):
+    with pytest.raises(UsageError, match=r"not a mode of torch\.compile"):
         read_compile_options({}, "fastest")
 
 

@@ -527,7 +527,7 @@ def test_keys_are_the_same_in_every_process() -> None:
 def own_policy(source: str) -> Policy:
     """Make a policy class from source that inspect cannot find, as at a prompt."""
     scope: dict[str, Any] = {"dataclass": dataclass, "Action": Action, "__name__": "prompt"}
-    exec(source, scope)  # noqa: S102  # this is how a prompt makes classes
+    exec(source, scope)  # this is how a prompt makes classes
     made: Policy = scope["Own"]()
     return made
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 
-import graphoffload
 import pytest
 import torch
+from torch import nn
+
+import graphoffload
 from graphoffload.errors import UsageError
 from graphoffload.planning.policy import KeepAll, OffloadAll
 from graphoffload.testing import virtual_device
-from torch import nn
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import graphoffload
 import pytest
 import torch
+from torch import nn
+from training import Compiler, assert_same_bits, fresh, fresh_inputs, train_step
+
+import graphoffload
 from graphoffload.errors import PolicyError, UnsupportedGraphError, UsageError
 from graphoffload.planning.policy import KeepAll, OffloadAll
 from graphoffload.testing import virtual_device
-from torch import nn
-from training import Compiler, assert_same_bits, fresh, fresh_inputs, train_step
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 

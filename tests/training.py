@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import graphoffload
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import graphoffload
 from graphoffload.planning.plan import Plan
 from graphoffload.planning.policy import OffloadAll, Policy
 from graphoffload.testing import VirtualRun, check_log, virtual_device
-from torch import nn
-from torch.utils import _pytree as pytree
 
 Outcome = dict[str, torch.Tensor | None]
 

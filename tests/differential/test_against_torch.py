@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphoffload.planning.policy import KeepAll, OffloadAll, Policy
-from graphoffload.testing import check_log, virtual_device
 from requirements import needs_cpp_compiler
 from subjects import BY_NAME, SUBJECTS, Subject
 from training import Compiler, Outcome, assert_same_bits, is_finite, train_step
+
+from graphoffload.planning.policy import KeepAll, OffloadAll, Policy
+from graphoffload.testing import check_log, virtual_device
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 STEPS = 2

@@ -52,7 +52,7 @@ def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch):
     with contextlib.nullcontext() if opens_device else virtual_device():
         for line, text in blocks(page):
             # Padded with empty lines, so that a traceback shows the line of the page.
-            exec(compile("\n" * (line - 1) + text, str(page), "exec"), vars(module))  # noqa: S102  # our own pages
+            exec(compile("\n" * (line - 1) + text, str(page), "exec"), vars(module))  # our own pages
     torch.compiler.reset()
 
 

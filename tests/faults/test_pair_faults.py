@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from subjects import BY_NAME, Subject
+from torch import fx
+from training import Outcome, assert_same_bits, is_finite, train_step
+
 from graphoffload.backend import OffloadPartitioner, lower
 from graphoffload.errors import SlotError
 from graphoffload.graphs.order import events_of_pair
@@ -16,9 +20,6 @@ from graphoffload.ordering.events import Finding
 from graphoffload.planning.policy import OffloadAll
 from graphoffload.runtime.ops import OFFLOAD, READY, RELEASE, RELOAD
 from graphoffload.testing import virtual_device
-from subjects import BY_NAME, Subject
-from torch import fx
-from training import Outcome, assert_same_bits, is_finite, train_step
 
 Fault = Callable[[fx.Graph, fx.Graph, int], bool]
 """Put a fault into the i-th transfer of (forward, backward), in place; say whether there was one to put."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 import warnings
 
 import pytest
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+from pairs import Pair, Partition, capture
+from programs import RANDOM_KINDS, Program
+from strategies import programs
+from training import Compiler, Outcome, assert_close, assert_same_bits, is_finite, train_step
+
 from graphoffload.errors import GraphOffloadWarning, UsageError
 from graphoffload.graphs.erase import erase
 from graphoffload.graphs.facts import gather_facts
@@ -19,12 +26,6 @@ from graphoffload.planning.planner import make_plan
 from graphoffload.planning.policy import KeepAll, OffloadAll, OffloadBytes, Policy
 from graphoffload.planning.values import Facts
 from graphoffload.testing import VirtualRun, check_log, virtual_device
-from hypothesis import HealthCheck, assume, given, note, settings
-from hypothesis import strategies as st
-from pairs import Pair, Partition, capture
-from programs import RANDOM_KINDS, Program
-from strategies import programs
-from training import Compiler, Outcome, assert_close, assert_same_bits, is_finite, train_step
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 VIRTUAL = Machine.named("virtual")

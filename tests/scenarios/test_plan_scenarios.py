@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 
-import graphoffload
 import pytest
 import torch
+from subjects import Mlp
+from torch import nn
+from torch._functorch.compile_utils import fx_graph_cse
+from training import Compiler, assert_same_bits, assert_trains_as_eager, fresh, train_step
+
+import graphoffload
 from graphoffload.errors import GraphOffloadWarning, MachineError, PolicyError, UsageError
 from graphoffload.graphs.order import events_of_pair
 from graphoffload.ordering.check import check
@@ -16,10 +21,6 @@ from graphoffload.planning.plan import Action
 from graphoffload.planning.policy import KeepAll, OffloadAll, OffloadBytes, OffloadHidden
 from graphoffload.runtime.ops import OFFLOAD, READY, RELEASE, RELOAD
 from graphoffload.testing import check_log, virtual_device
-from subjects import Mlp
-from torch import nn
-from torch._functorch.compile_utils import fx_graph_cse
-from training import Compiler, assert_same_bits, assert_trains_as_eager, fresh, train_step
 
 EVERYTHING = OffloadAll(min_nbytes=0)
 OURS = (OFFLOAD, RELEASE, RELOAD, READY)
@@ -35,19 +36,23 @@ def rows(count=4):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(count)).requires_grad_()
 
 
-# --- rank 14: later passes ---------------------------------------------------------------------------------------------------
+# --- rank 14: later passes -------------------------------------------------------------------------------------------
 
 
 def test_later_passes_keep_every_operator(model):
     """Rank 14: dead code elimination and common subexpressions drop, join and move none of the operators."""
     with virtual_device():
         made = graphoffload.transform(model, rows(), policy=EVERYTHING)
-    before = [[node.target for node in half.graph.nodes if node.target in OURS] for half in (made.forward, made.backward)]
+    before = [
+        [node.target for node in half.graph.nodes if node.target in OURS] for half in (made.forward, made.backward)
+    ]
     for half in (made.forward, made.backward):
         half.graph.eliminate_dead_code()
         half.graph = fx_graph_cse(half.graph)
         half.recompile()
-    after = [[node.target for node in half.graph.nodes if node.target in OURS] for half in (made.forward, made.backward)]
+    after = [
+        [node.target for node in half.graph.nodes if node.target in OURS] for half in (made.forward, made.backward)
+    ]
     assert after == before
     assert sum(map(len, after)) == 4 * len(made.plan.transfers)
     assert check(events_of_pair(made.forward, made.backward, num_fwd_outputs=1)) == ()
@@ -62,7 +67,7 @@ def test_no_transfer_is_tagged_for_recomputation(model):
     assert all("recompute" not in node.meta for node in ours)
 
 
-# --- rank 25: dynamic shapes -------------------------------------------------------------------------------------------------
+# --- rank 25: dynamic shapes -----------------------------------------------------------------------------------------
 
 
 class BySize(nn.Module):
@@ -120,7 +125,11 @@ def test_what_is_used_for_its_shape_alone_stays():
     weight = torch.randn(16, 16, requires_grad=True)
     with virtual_device():
         plan = graphoffload.transform(
-            lambda x, w: (x @ w).sin().sum(0).expand(4, -1) * 2, rows(), weight, policy=EVERYTHING, partitioner="default"
+            lambda x, w: (x @ w).sin().sum(0).expand(4, -1) * 2,
+            rows(),
+            weight,
+            policy=EVERYTHING,
+            partitioner="default",
         ).plan
     for storage in plan.facts.storages:
         moved = storage.name in {transfer.storage for transfer in plan.transfers}
@@ -150,7 +159,7 @@ def test_sizes_that_no_one_knows_before_running():
     assert any("size is unknown" in decision.reason for decision in ran.plan.decisions)
 
 
-# --- rank 27 and traps 15, 16: honest plans ------------------------------------------------------------------------------------
+# --- rank 27 and traps 15, 16: honest plans --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amount", [-1, float("nan"), 0.0, 1.5, -0.5, math.inf, "many", "-3GiB", None, True])
@@ -237,7 +246,7 @@ def test_the_default_declines_where_it_would_not_help():
     assert {decision.action for decision in plan.decisions} == {Action.KEEP}
 
 
-# --- rank 30: CUDA graphs --------------------------------------------------------------------------------------------------------
+# --- rank 30: CUDA graphs --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
