@@ -22,13 +22,13 @@ from graphoffload._torch import (
     CheckpointPolicy,
     FakeTensor,
     HigherOrderOperator,
-    InputMutationAOTOutput,
     OpOverload,
     default_partition,
     functorch_config,
     min_cut_rematerialization_partition,
 )
 from graphoffload.errors import UnsupportedGraphError, UsageError
+from graphoffload.graphs.changed import copy_what_is_read_late, reads_of_changed_inputs
 from graphoffload.graphs.duplicate import duplicate
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -96,9 +96,11 @@ def _partitioner(base: str | Partitioner) -> Partitioner:
 
 
 def _prepared(joint: fx.GraphModule) -> fx.GraphModule:
-    """Copy the joint graph, without the checks of dtype and device where regions are recomputed.
+    """Copy the joint graph and make the copy ready for a partitioner.
 
-    They are effects without a result, at which torch's default partitioner gives up; tracing has checked the same already.
+    Changed inputs that backward reads are copied when forward begins. Where regions are recomputed the checks of dtype and
+    device go: they are effects without a result, at which torch's default partitioner gives up, and tracing has checked the
+    same already.
     """
     copy = duplicate(joint)
     if any(node.meta.get("recompute") in RECOMPUTE_TAGS for node in copy.graph.nodes):
@@ -107,6 +109,7 @@ def _prepared(joint: fx.GraphModule) -> fx.GraphModule:
             copy.graph.erase_node(node)
         if checks:
             copy.recompile()
+    copy_what_is_read_late(copy)
     return copy
 
 
@@ -115,7 +118,7 @@ def _prepared(joint: fx.GraphModule) -> fx.GraphModule:
 
 def _guard(joint: fx.GraphModule) -> bool:
     """Tag as must-save, in place, what must not be replayed and what the user wants offloaded; say if there is any."""
-    changed = _reads_of_changed_inputs(joint.graph)
+    changed = reads_of_changed_inputs(joint.graph)
     found = False
     for node in joint.graph.nodes:
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
@@ -197,37 +200,6 @@ def _acts(target: OpOverload) -> bool:
 def _replays_state(target: HigherOrderOperator) -> bool:
     """Tell torch's own wrappers of random operators: they draw from a state that was saved."""
     return str(target) in ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-
-
-def _reads_of_changed_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Find the nodes that read, through views, an input which the program changes in place once forward has run."""
-    changed = _changed_inputs(graph)
-    reads: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and any(source in changed for source in node.all_input_nodes):
-            if _is_view(node):
-                changed.add(node)
-            elif node.target is not torch.ops.aten.copy_.default:
-                reads.add(node)
-    return reads
-
-
-def _changed_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Find them where AOTAutograd put the change: into a copy at the end of the graph, or into an output of forward."""
-    changed = {
-        node.args[0]
-        for node in graph.nodes
-        if node.target is torch.ops.aten.copy_.default and getattr(node.args[0], "op", "") == "placeholder"
-    }
-    descs = graph.output_node().meta.get("desc") or ()
-    mutated = [desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)]
-    return changed | {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated}
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return node.target is operator.getitem
-    return any(ret.alias_info is not None and not ret.alias_info.is_write for ret in node.target._schema.returns)
 
 
 # --- around the split: the budget -----------------------------------------------------------------------------------------
@@ -338,7 +310,7 @@ def force_recompute(joint: fx.GraphModule, names: Iterable[str]) -> tuple[fx.Gra
     """
     tagged = duplicate(joint)
     by_name = {node.name: node for node in tagged.graph.nodes}
-    changed = _reads_of_changed_inputs(tagged.graph)
+    changed = reads_of_changed_inputs(tagged.graph)
     tangents = _depend_on_tangents(tagged.graph)
     refused: dict[str, str] = {}
     accepted: list[fx.Node] = []
