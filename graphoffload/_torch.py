@@ -112,7 +112,8 @@ def traced_owner() -> tuple[Any | None, Any] | None:
         return None
     root = output.root_tx
     code = root.f_code
-    first = root.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    # A module of torch's own is called through a wrapper of Dynamo's, which names it `fn`.
+    first = root.f_locals.get(code.co_varnames[0] if code.co_argcount else "fn")
     return (first if isinstance(first, torch.nn.Module) else None), code
 
 

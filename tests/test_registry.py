@@ -58,6 +58,13 @@ def test_a_compiled_module():
     assert seen[0].transfers
 
 
+def test_a_module_of_torch():
+    """Dynamo calls modules whose code is torch's own through a wrapper."""
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=everything())
+    compiled(torch.randn(3, 4)).sum().backward()
+    assert len(graphoffload.plans(compiled)) == 1
+
+
 def test_a_module_compiled_in_place():
     model = Stack()
     model.compile(backend=everything())
