@@ -60,7 +60,7 @@ def test_a_compiled_module():
 
 def test_a_module_of_torch():
     """Dynamo calls modules whose code is torch's own through a wrapper."""
-    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=everything())
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), backend=everything())
     compiled(torch.randn(3, 4)).sum().backward()
     assert len(graphoffload.plans(compiled)) == 1
 
