@@ -1,7 +1,7 @@
 """Hypothesis strategies of whole training programs.
 
 No size is drawn before the list that it sizes, and every list of steps is a program, so Hypothesis shrinks by leaving steps
-out. A new feature of graphoffload extends `programs.KINDS` first, so that every old law meets it.
+out. A new feature of graphoffload extends `program_kinds.KINDS` first, so that every old law meets it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hypothesis import strategies as st
-from programs import KINDS, REGION_KINDS, Program, Step
+from program_kinds import KINDS, REGION_KINDS
+from program_writer import Step
+from programs import Program
 
 BACK = st.integers(0, 6)
 VARIANT = st.integers(0, 7)

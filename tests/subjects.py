@@ -129,14 +129,17 @@ def _image() -> tuple[torch.Tensor]:
 
 
 SUBJECTS = (
-    Subject("mlp", Mlp, _rows),
+    Subject("mlp", functools.partial(Mlp, depth=2), _rows),
     Subject("views", Views, _rows),
     Subject("convolutional", Convolutional, _image),
     Subject("decoder", Decoder, _ids),
-    Subject("decoder with dropout", functools.partial(Decoder, dropout=0.3), _ids, random=True),
+    Subject("decoder with dropout", functools.partial(Decoder, depth=1, dropout=0.3), _ids, random=True),
     Subject("decoder with regions", functools.partial(Decoder, checkpointed=True), _ids),
     Subject(
-        "decoder with dropout in regions", functools.partial(Decoder, dropout=0.3, checkpointed=True), _ids, random=True
+        "decoder with dropout in regions",
+        functools.partial(Decoder, depth=1, dropout=0.3, checkpointed=True),
+        _ids,
+        random=True,
     ),
 )
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -48,9 +48,10 @@ def test_against_eager(subject, partitioner):
     assert_all_same(by_us(subject, EVERYTHING, "aot_eager", partitioner=partitioner), want)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-def test_against_plain_aot(subject):
+@pytest.mark.parametrize("name", ["views", "convolutional", "decoder with dropout", "decoder with dropout in regions"])
+def test_against_plain_aot(name):
     """torch's own aot_eager splits by min-cut too, so random operators draw the same numbers."""
+    subject = BY_NAME[name]
     want = by_torch(subject, "aot_eager")
     assert_all_same(by_us(subject, EVERYTHING, "aot_eager"), want)
     assert_all_same(by_us(subject, KeepAll(), "aot_eager"), want)

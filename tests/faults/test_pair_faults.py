@@ -180,7 +180,7 @@ def nothing(forward: fx.Graph, backward: fx.Graph, index: int) -> bool:
 # --- what they show -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("subject", "every"), [(BY_NAME["mlp"], 1), (BY_NAME["decoder with regions"], 2)], ids=str)
+@pytest.mark.parametrize(("subject", "every"), [(BY_NAME["mlp"], 1), (BY_NAME["decoder with regions"], 3)], ids=str)
 @pytest.mark.parametrize("fault", [no_ready, late_ready, early_release], ids=lambda fault: fault.__name__)
 def test_a_missing_or_misplaced_wait_shows(subject, every, fault):
     """The checker objects to each; and where it finds a race, which no other wait happens to cover, the device shows it."""

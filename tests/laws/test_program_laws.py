@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from pairs import Pair, Partition, capture
-from programs import RANDOM_KINDS, Program
+from program_kinds import RANDOM_KINDS
+from programs import Program
 from strategies import programs
 from training import Compiler, Outcome, assert_close, assert_same_bits, is_finite, train_step
 
