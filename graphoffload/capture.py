@@ -7,6 +7,7 @@ policies would find that it then trains uncompiled. So what `transform` and `exp
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,15 +16,20 @@ from graphoffload._torch import Unsupported, dynamo_config
 from graphoffload.errors import UnsupportedGraphError
 
 _MANY = 2**20
+_numbers = itertools.count()
 
 
 def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `fn`, with a code object that nothing else has."""
+    """Return a function that calls `fn`, with a code object and a name that nothing else has.
+
+    The name matters too: under it Dynamo remembers which sizes have changed, and would make them symbolic the next time.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    name = f"call_{next(_numbers)}"
+    return types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
 
 
 @contextlib.contextmanager
