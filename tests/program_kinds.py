@@ -117,7 +117,8 @@ def _state(w: Writer, step: Step) -> None:
         w.new(f"{name} * state.clone().mean().to({name}.dtype)")
         w.line("state[:, :1].mul_(0.5)")
     elif step.variant % 4 == 2:
-        buffer = w.buffer(())
+        # Not a scalar: AOTAutograd 2.13 forgets to change those of double precision.
+        buffer = w.buffer((1,))
         w.new(f"{name} * {buffer}.clone().to({name}.dtype)")
         w.line(f"{buffer}.copy_({name}.detach().mean())")
     else:

@@ -80,6 +80,7 @@ def split(
     else:
         pair = partition(guarded, joint_inputs, **options)
     _restore_tags(joint, pair)
+    _tell_values_of_replays(pair[1])
     _drop_dead_replays(*pair)
     _refuse_replays(*pair)
     return pair
@@ -264,6 +265,21 @@ def _replays(forward: fx.GraphModule, backward: fx.GraphModule) -> list[fx.Node]
     """Find the nodes of backward that must run once and are in forward already."""
     first = {node.name: node.target for node in forward.graph.nodes if must_run_once(node, forward)}
     return [n for n in backward.graph.nodes if n.op == "call_function" and first.get(n.name) is n.target]
+
+
+def _tell_values_of_replays(backward: fx.GraphModule) -> None:
+    """Put into meta, where torch does not, what its replays of random operators return: facts count their memory too."""
+    for node in backward.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and _replays_state(node.target) and "val" not in node.meta:
+            first = next(i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload))
+            operator_, *arguments = fx.map_arg(node.args[first:], lambda source: source.meta.get("val"))
+            options = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+            fake = next((value for value in arguments if isinstance(value, FakeTensor)), None)
+            if fake is not None:
+                with fake.fake_mode, torch.no_grad():
+                    node.meta["val"] = operator_(
+                        *arguments, **fx.map_arg(options, lambda source: source.meta.get("val"))
+                    )
 
 
 def _drop_dead_replays(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

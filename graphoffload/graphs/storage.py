@@ -94,6 +94,7 @@ class _Reading:
     parent: dict[Node, Node] = field(default_factory=dict)
     order: dict[Node, int] = field(default_factory=dict)
     by_storage: dict[int, Node] = field(default_factory=dict)
+    elements: dict[Node, list[Node]] = field(default_factory=dict)
     taken: dict[tuple[Node, Any], Node] = field(default_factory=dict)
     list_sources: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
     writes: list[tuple[Node, Node]] = field(default_factory=list)
@@ -120,9 +121,28 @@ class _Reading:
         if node.op == "call_function":
             self._read_call(node)
         if is_tensor(node) and node not in self.apart:
-            storage = storage_key(node.meta["val"])
-            if storage is not None:
-                self.unite(node, self.by_storage.setdefault(storage, node))
+            self._read_storage(node)
+
+    def _read_storage(self, node: Node) -> None:
+        """Believe the traced storage as far as it can be true: a result shares memory with what made it, or with nothing.
+
+        Backward's copy of a forward node is traced with that node's storage, which a saved value may have too, and a view
+        of a tangent with that of an output; at run time these are memories of their own.
+        """
+        storage = storage_key(node.meta["val"])
+        if storage is None:
+            return
+        if node.op != "call_function":
+            self.unite(node, self.by_storage.setdefault(storage, node))
+            return
+        maker = node
+        while maker.target is operator.getitem and isinstance(maker.args[0], Node):
+            maker = maker.args[0]
+        siblings = self.elements.setdefault(maker, [])
+        for other in (*self._tensors(maker.all_input_nodes), *siblings):
+            if other not in self.apart and storage_key(other.meta["val"]) == storage:
+                self.unite(node, other)
+        siblings.append(node)
 
     def _read_call(self, node: Node) -> None:
         if node.target is operator.getitem:
@@ -209,11 +229,15 @@ class _Reading:
             value = node.meta.get("val")
             if node.op != "call_function" or not isinstance(value, (tuple, list)) or self.list_sources.get(node):
                 continue
+            seen = {
+                storage_key(other.meta["val"])
+                for other in (*self.elements.get(node, ()), *self._tensors(node.all_input_nodes))
+            }
             left: dict[int, torch.Tensor] = {}
             for index, element in enumerate(value):
                 if isinstance(element, torch.Tensor) and (node, index) not in self.taken:
                     storage = storage_key(element)
-                    if storage is not None and storage not in self.by_storage:
+                    if storage is not None and storage not in seen:
                         left.setdefault(storage, element)
             if left:
                 result[node] = tuple(left.values())

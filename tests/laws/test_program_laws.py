@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import HealthCheck, assume, example, given, note, settings
 from hypothesis import strategies as st
 from pairs import Pair, Partition, capture
 from program_kinds import RANDOM_KINDS
+from program_writer import Step
 from programs import Program
 from strategies import programs
 from training import Compiler, Outcome, assert_close, assert_same_bits, is_finite, train_step
@@ -70,11 +71,26 @@ def reference(program: Program) -> Outcome:
     return result
 
 
+# --- programs that once broke a law ------------------------------------------------------------------------------------
+
+CHANGED_BUFFER = Program((Step("unary"), Step("state", variant=2)), input_grad=False)
+"""Backward needs a copy of a buffer that forward changes; a partitioner that copies again in backward copies the change."""
+
+TANGENT_OF_A_VIEW = Program((Step("region", 6, body=(Step("parts", 5, 1),)),), outputs=((0, 2),), dtype="bfloat16")
+"""The tangent of an output that is a view of an input is traced with the input's storage, and so is every view of it."""
+
+REPLAYED_DROPOUT = Program(
+    (Step("region", 2, body=(Step("binary", 6, 6, 3), Step("dropout", 1, 1, 7), Step("inplace", 4, 3, 4))),),
+    outputs=((0, 4),),
+)
+"""Backward replays a dropout for its mask alone, and holds its values too."""
+
 # --- law 12: the same bits ----------------------------------------------------------------------------------------------
 
 
 @laws
 @given(programs(dynamic=None), policies, partitions)
+@example(CHANGED_BUFFER, EVERYTHING, "min_cut")
 def test_offloading_changes_no_bit(program: Program, policy: Policy, partition: str):
     """Law 12 under aot_eager: as with everything kept and, where nothing is random, as eager."""
     eager = reference(program)
@@ -103,6 +119,8 @@ def test_offloading_changes_no_bit_under_inductor(program: Program):
 
 @laws
 @given(programs(), st.one_of(policies, st.just(KeepAll())))
+@example(TANGENT_OF_A_VIEW, EVERYTHING)
+@example(REPLAYED_DROPOUT, EVERYTHING)
 def test_predicted_peak_is_the_ledgers(program: Program, policy: Policy):
     """Law 13: to the byte, under aot_eager on the virtual device."""
     reference(program)
