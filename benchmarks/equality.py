@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import torch
+from comparing import comparison_row, descend, differences, gradients, labels_of
 from workload import SMALL, Shape, build, loss_of
 
 import graphoffload
@@ -39,52 +40,28 @@ def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
                 "inductor": inductor,
             },
         )
-    labels = ["loss", *(name for name, _ in model.named_parameters())]
+    labels = labels_of(model)
     found: dict[str, list[str]] = {name: [] for name in bodies}
+
+    def run(body: Any) -> list[torch.Tensor]:
+        return gradients(model, lambda: loss_of(body, model.lm_head, ids))
+
     for step in range(spec["steps"]):
-        reference = _gradients(model, plain, ids)
+        reference = run(plain)
         for name, body in bodies.items():
-            found[name] += [
-                f"step {step}: {one}" for one in _differences(labels, reference, _gradients(model, body, ids))
-            ]
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), reference[1:], strict=True):
-                parameter.sub_(gradient, alpha=1e-2)
+            found[name] += [f"step {step}: {one}" for one in differences(labels, reference, run(body))]
+        descend(model, reference)
         del reference
-    rows = [_row(name, spec["steps"], differences) for name, differences in found.items()]
+    rows = [comparison_row(name, spec["steps"], different) for name, different in found.items()]
     name = list(spec["policies"])[-1]
-    reference = _gradients(model, bodies[name], ids)
+    reference = run(bodies[name])
     different: list[str] = []
     for seed in range(spec.get("delays", 0)):
         with graphoffload.testing.slow_copies(ops.runtime_for(device), seed=seed, max_seconds=0.02):
-            different += [
-                f"seed {seed}: {one}" for one in _differences(labels, reference, _gradients(model, bodies[name], ids))
-            ]
+            different += [f"seed {seed}: {one}" for one in differences(labels, reference, run(bodies[name]))]
     if spec.get("delays"):
-        rows.append(_row(f"{name}, with random delays against without", spec["delays"], different))
+        rows.append(comparison_row(f"{name}, with random delays against without", spec["delays"], different))
     return rows
-
-
-def _row(comparison: str, steps: int, differences: list[str]) -> dict[str, Any]:
-    return {"comparison": comparison, "steps": steps, "differences": differences[:20], "equal": not differences}
-
-
-def _gradients(model: Any, body: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss = loss_of(body, model.lm_head, ids)
-    loss.backward()
-    found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def _differences(labels: list[str], left: list[torch.Tensor], right: list[torch.Tensor]) -> list[str]:
-    """Name what differs, and by how much."""
-    return [
-        f"{label} by {(a.double() - b.double()).abs().max().item():.3g} of {a.double().abs().max().item():.3g}"
-        for label, a, b in zip(labels, left, right, strict=True)
-        if not torch.equal(a, b)
-    ]
 
 
 if __name__ == "__main__":

@@ -26,5 +26,10 @@ from graphoffload.planning.plan import Action as Action
 from graphoffload.planning.plan import Plan as Plan
 from graphoffload.registry import plans as plans
 from graphoffload.report import Explanation as Explanation
+from graphoffload.runtime.eager import saved_tensors as saved_tensors
+from graphoffload.runtime.keep import keep as keep
+from graphoffload.runtime.selective import checkpoint as checkpoint
+from graphoffload.runtime.selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
+from graphoffload.runtime.stats import SavedTensorsStats as SavedTensorsStats
 from graphoffload.transform import Transformed as Transformed
 from graphoffload.transform import transform as transform

@@ -6,6 +6,7 @@ Nothing else in the package imports from a private torch module (a lint rule kee
 from typing import Any
 
 import torch
+from torch._C import _dispatch_keys as dispatch_keys  # what a tensor is, unseen by modes, see kinds; 2.11-2.14
 from torch._dynamo import config as dynamo_config  # recompile_limit, see capture; 2.11-2.14
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # the plain-AOT lowering; 2.11-2.14
 from torch._dynamo.exc import Unsupported as Unsupported  # what cannot be one graph, see capture; 2.11-2.14
@@ -51,7 +52,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # ex
 from torch.cuda import _sleep as sleep_on_device  # delays in tests of copy streams; 2.11-2.14
 from torch.fx.proxy import GraphAppendingTracer as GraphAppendingTracer  # arithmetic as nodes, see symbols; 2.11-2.14
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # the ledger; 2.11-2.14
+from torch.nested._internal.nested_tensor import NestedTensor as JaggedTensor  # a kind that moves, see kinds; 2.11-2.14
 from torch.utils import _pytree as pytree  # the leaves of inputs and outputs; 2.11-2.14
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # see remembered; 2.11-2.14
+from torch.utils._python_dispatch import (  # our copies are not the program's, see parcels; 2.11-2.14
+    _disable_current_modes as disable_dispatch_modes,
+)
 from torch.utils._python_dispatch import (  # tensor kinds that are not bytes, see immovable; 2.11-2.14
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
@@ -59,13 +65,25 @@ from torch.utils._sympy.interp import sympy_interp as sympy_interp  # arithmetic
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis  # the same; 2.11-2.14
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # public; the *_CPU_OFFLOAD members; 2.11-2.14
 
+DTensor: Any = None
+AsyncCollectiveTensor: Any = None
+if torch.distributed.is_available():
+    from torch.distributed._functional_collectives import (  # a local tensor under way, see kinds; 2.11-2.14
+        AsyncCollectiveTensor as AsyncCollectiveTensor,
+    )
+
+    # Public, and here for the condition; kinds reads its `_local_tensor` and `_spec`; 2.11-2.14.
+    from torch.distributed.tensor import DTensor as DTensor
+
 MEMORY_BUDGET_ANNOTATION_KEY = "_region_activation_memory_budget"
 """The key in node.meta["custom"] for torch.autograd.graph.region_activation_memory_budget; 2.13 on (torch.fx.traceback)."""
 
 __all__ = [
     "MEMORY_BUDGET_ANNOTATION_KEY",
+    "AsyncCollectiveTensor",
     "CheckpointPolicy",
     "CustomPartitionerFn",
+    "DTensor",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "ExternKernel",
@@ -74,6 +92,7 @@ __all__ = [
     "GraphAppendingTracer",
     "HigherOrderOperator",
     "InputMutationAOTOutput",
+    "JaggedTensor",
     "OpOverload",
     "OpOverloadPacket",
     "PythonReferenceAnalysis",
@@ -81,12 +100,17 @@ __all__ = [
     "SavedForBackwardsNoVcCheckAOTOutput",
     "SchedulerNode",
     "StorageWeakRef",
+    "TorchDispatchMode",
     "Unsupported",
     "aot_autograd",
     "compile_fx",
     "current_inductor_graph",
     "default_partition",
     "detect_fake_mode",
+    "disable_dispatch_modes",
+    "dispatch_bits",
+    "dispatch_keys",
+    "dispatch_modes_are_active",
     "dynamo_config",
     "fallback_handler",
     "functorch_config",
@@ -95,12 +119,18 @@ __all__ = [
     "list_inductor_options",
     "list_mode_options",
     "min_cut_rematerialization_partition",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
     "pytree",
     "register_lowering",
     "saved_tensors_hooks_are_active",
+    "sharing_version_counters",
     "sleep_on_device",
+    "storage_use_count",
     "sympy_interp",
+    "top_saved_tensors_hooks",
     "traced_owner",
+    "tracing_modes_are_active",
 ]
 
 
@@ -117,9 +147,54 @@ def traced_owner() -> tuple[Any | None, Any] | None:
     return (first if isinstance(first, torch.nn.Module) else None), code
 
 
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Return the (pack, unpack) hooks that this thread's saved tensors are shown to: nothing public tells; 2.11-2.14."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def saved_tensors_hooks_are_active() -> bool:
-    """Say whether this thread shows saved tensors to hooks: nothing public tells; 2.11-2.14."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Say whether this thread shows saved tensors to hooks."""
+    return top_saved_tensors_hooks() is not None
+
+
+def push_saved_tensors_hooks(pack: Any, unpack: Any) -> None:
+    """Put hooks back that were popped; 2.11-2.14."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Take the top hooks away, see `keep`: the public context manager can only leave what it entered; 2.11-2.14."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def storage_use_count(address: int) -> int:
+    """Count the strong references to a storage (`_cdata`), see the virtual device; 2.11-2.14."""
+    return int(torch._C._storage_Use_Count(address))
+
+
+def dispatch_bits(*names: str) -> int:
+    """Return the bits that the named dispatch keys set in `dispatch_keys(tensor).raw_repr()`, see kinds; 2.11-2.14."""
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr()
+    return bits
+
+
+def dispatch_modes_are_active() -> bool:
+    """Say whether a TorchDispatchMode would see what we do; 2.11-2.14."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def tracing_modes_are_active() -> bool:
+    """Say whether operators run on fake, functional or proxy tensors here, as the compiler makes them; 2.11-2.14."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.FUNCTIONAL, keys.PROXY))
+
+
+def sharing_version_counters() -> Any:
+    """Let `detach` inside a TorchDispatchMode share its version counter, as it does elsewhere, see remembered; 2.11-2.14."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def current_inductor_graph() -> Any:

@@ -40,6 +40,7 @@ from graphoffload.planning.policy import Policy, check_policy, policy_key
 from graphoffload.planning.values import Facts
 from graphoffload.registry import Compiled, remember
 from graphoffload.runtime import ops
+from graphoffload.runtime.device import machine_of
 from graphoffload.runtime.interpret import boxed
 from graphoffload.runtime.transfer import Runtime
 
@@ -83,14 +84,6 @@ def offload_pair(
     # The split is done, so what a policy wants recomputed is kept, and the plan says why.
     plan = make_plan(facts, policy, machine or machine_of(facts.device), not_recomputable={})
     return (*_apply(forward, backward, plan, num_fwd_outputs=num_fwd_outputs), plan)
-
-
-def machine_of(device: str) -> Machine:
-    """Return the machine to plan for when none was named: the device's own, by its name, or a generic one."""
-    kind = torch.device(device or "cpu")
-    if kind.type == "cpu":
-        return Machine.named("virtual")
-    return Machine.for_device_name(torch.get_device_module(kind).get_device_name(kind))
 
 
 def _apply(forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan, *, num_fwd_outputs: int) -> Pair:

@@ -2,19 +2,23 @@
 
     python scripts/sweep_architectures.py --only transformers --compiler aot_eager
     python scripts/sweep_architectures.py --only timm --compiler inductor --merge
+    python scripts/sweep_architectures.py --compiler none --merge
     python scripts/sweep_architectures.py --list
 
 Each architecture runs in a process of its own, so that one that fails or hangs stops nothing. On the virtual device,
 two training steps (forward, backward) with `OffloadAll(min_nbytes=0)` are compared with the same steps under `KeepAll`
 (the same partition): the losses, every gradient, and every buffer, bit for bit. Where the model draws no random numbers
-the first step is also compared with eager. Verdicts: *equal*; *refused* (by an error made for it, or because
-torch.compile itself cannot compile the model), with the reason; *wrong* (anything else). Results go to
-`docs/architectures.jsonl`, and from there the page `docs/architectures.md` is written. Exit code 1 if a row is wrong.
+the first step is also compared with eager. With `--compiler none` nothing is compiled: the steps run under
+`graphoffload.saved_tensors` and are compared with plain PyTorch, and the checker judges the runtime's log. Verdicts:
+*equal*; *refused* (by an error made for it, or because torch.compile itself cannot compile the model), with the reason;
+*wrong* (anything else). Results go to `docs/architectures.jsonl`, and from there the page `docs/architectures.md` is
+written. Exit code 1 if a row is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -34,11 +38,12 @@ import graphoffload
 from graphoffload.errors import UnsupportedGraphError, UsageError
 from graphoffload.planning.plan import Plan
 from graphoffload.planning.sizes import format_nbytes
-from graphoffload.testing import virtual_device
+from graphoffload.testing import check_log, virtual_device
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-COMPILERS = ("aot_eager", "inductor")
+COMPILERS = ("aot_eager", "inductor", "none")
 STEPS = 2
+POLICY = graphoffload.policies.OffloadAll(min_nbytes=0)
 
 State = list[dict[str, torch.Tensor]]
 """What each training step left: the loss, the gradients and the buffers, by name."""
@@ -69,18 +74,62 @@ def main() -> int:
 
 
 def measure(row: architectures.Row, compiler: str) -> dict[str, Any]:
-    """Run one architecture under one compiler and return its result, ready for JSON."""
+    """Run one architecture under one compiler, or none, and return its result, ready for JSON."""
     begin = time.perf_counter()
-    plans: list[Plan] = []
-    verdict, detail, eager = "equal", "", ""
     # The sweep judges a row by its numbers, so a row that moves nothing is shown as such and not warned of.
     warnings.simplefilter("ignore")
+    result = _uncompiled(row) if compiler == "none" else _compiled(row, compiler)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "source": row.source,
+        "name": row.name,
+        "compiler": compiler,
+        **result,
+        "torch": torch.__version__,
+        "package": f"{row.source} {sys.modules[row.source].__version__}" if row.source in sys.modules else row.source,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+
+
+def _uncompiled(row: architectures.Row) -> dict[str, Any]:
+    """Train plain and under `saved_tensors`, and compare."""
+    verdict, detail, stats = "equal", "", None
+    try:
+        plain = _train(row, None)
+        model, _ = built = architectures.build(row)
+        with virtual_device() as device:
+            offload = graphoffload.saved_tensors(POLICY, model=model)
+            offloaded = _train(row, None, built=built, around=offload)
+            stats = offload.stats()
+            check_log(device)
+        detail = _first_difference(plain, offloaded)
+        verdict = "wrong" if detail else "equal"
+    except UsageError as error:
+        verdict, detail = "refused", _line(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is this row's result
+        verdict, detail = "wrong", _line(error)
+    if verdict == "equal" and stats is not None and not stats.moved:
+        detail = "nothing was moved: " + "; ".join(sorted(stats.kept_nbytes_by_reason))
+    return {
+        "verdict": verdict,
+        "detail": detail,
+        "eager": "",
+        "graphs": 0,
+        "transfers": stats.moved if stats else 0,
+        "offloaded_nbytes": stats.moved_nbytes if stats else 0,
+        "kept_nbytes": stats.kept_nbytes if stats else 0,
+    }
+
+
+def _compiled(row: architectures.Row, compiler: str) -> dict[str, Any]:
+    """Train compiled, with everything kept and with everything offloaded, and compare."""
+    plans: list[Plan] = []
+    verdict, detail, eager = "equal", "", ""
     kept: State | None = None
     try:
         with virtual_device():
             kept = _train(row, graphoffload.backend(graphoffload.policies.KeepAll(), compiler=compiler))
-            policy = graphoffload.policies.OffloadAll(min_nbytes=0)
-            offloaded = _train(row, graphoffload.backend(policy, compiler=compiler, on_plan=plans.append))
+            offloaded = _train(row, graphoffload.backend(POLICY, compiler=compiler, on_plan=plans.append))
         detail = _first_difference(kept, offloaded)
         verdict = "wrong" if detail else "equal"
         eager = _against_eager(row, kept)
@@ -93,10 +142,6 @@ def measure(row: architectures.Row, compiler: str) -> dict[str, Any]:
     if verdict == "equal" and not any(plan.transfers for plan in plans):
         detail = "nothing was moved: " + "; ".join(sorted({one.reason for plan in plans for one in plan.decisions}))
     return {
-        "date": datetime.date.today().isoformat(),
-        "source": row.source,
-        "name": row.name,
-        "compiler": compiler,
         "verdict": verdict,
         "detail": detail,
         "eager": eager,
@@ -104,25 +149,29 @@ def measure(row: architectures.Row, compiler: str) -> dict[str, Any]:
         "transfers": sum(len(plan.transfers) for plan in plans),
         "offloaded_nbytes": sum(plan.offloaded_nbytes for plan in plans),
         "kept_nbytes": sum(plan.kept_nbytes for plan in plans),
-        "torch": torch.__version__,
-        "package": f"{row.source} {sys.modules[row.source].__version__}" if row.source in sys.modules else row.source,
-        "seconds": round(time.perf_counter() - begin, 1),
     }
 
 
-def _train(row: architectures.Row, backend: Callable[..., Any] | str | None) -> State:
-    """Train some steps from the seed and return what each left; `backend=None` is eager."""
+def _train(
+    row: architectures.Row,
+    backend: Callable[..., Any] | str | None,
+    *,
+    built: tuple[torch.nn.Module, dict[str, Any]] | None = None,
+    around: contextlib.AbstractContextManager[Any] | None = None,
+) -> State:
+    """Train some steps from the seed and return what each left; `backend=None` is eager, with its forward inside `around`."""
     torch.compiler.reset()
-    model, inputs = architectures.build(row)
+    model, inputs = architectures.build(row) if built is None else built
     call = model if backend is None else torch.compile(model, backend=backend)
     torch.manual_seed(2)
     state: State = []
     for _ in range(STEPS):
-        output = call(**inputs)
-        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        if loss is None:
-            loss = output[0]
-        loss = loss.float() if loss.ndim == 0 else loss.float().square().mean()
+        with around or contextlib.nullcontext():
+            output = call(**inputs)
+            loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+            if loss is None:
+                loss = output[0]
+            loss = loss.float() if loss.ndim == 0 else loss.float().square().mean()
         loss.backward()
         left = {"loss": loss.detach().clone()}
         left |= {f"grad {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -221,14 +270,12 @@ def _write(results: dict[tuple[str, str, str], dict[str, Any]]) -> None:
 def page(results: Sequence[dict[str, Any]]) -> str:
     """Write the results as a page: the counts, then one table a package, one row an architecture and compiler."""
     names = {(result["source"], result["name"]) for result in results}
-    counts = ", ".join(
-        f"{sum(result['verdict'] == verdict for result in results)} {verdict}"
-        for verdict in ("equal", "refused", "wrong")
-    )
     lines = [
         "# Architectures",
         "",
-        f"{len(names)} architectures, {len(results)} runs: {counts}. Written by `scripts/sweep_architectures.py`.",
+        f"{len(names)} architectures. {_counts('Compiled', [one for one in results if one['compiler'] != 'none'])}",
+        f"{_counts('Not compiled', [one for one in results if one['compiler'] == 'none'])} Written by",
+        "`scripts/sweep_architectures.py`.",
         "",
         "Each is a tiny model with random weights, trained for two steps on the virtual device with everything",
         "offloaded (`OffloadAll(min_nbytes=0)`), and compared with the same steps and the same partition with",
@@ -237,24 +284,46 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "compiled step against eager PyTorch: equal to the bit, the largest difference (the compiler's own, with or",
         "without offloading), or *random* where the model draws random numbers.",
         "",
+        "*saved_tensors*: the same two steps without a compiler, under `graphoffload.saved_tensors`, compared with",
+        "plain PyTorch, and the bytes that it moved in both steps together.",
+        "",
     ]
     for source in sorted({result["source"] for result in results}):
         mine = [result for result in results if result["source"] == source]
         versions = sorted({f"{result['package']}, torch {result['torch']}" for result in mine})
         lines += [f"## {source}", "", f"Versions: {'; '.join(versions)}.", ""]
-        lines += [
-            "| architecture | compiler | verdict | offloaded | kept | transfers | graphs | eager | |",
-            "|" + "---|" * 9,
-        ]
-        lines += [_cells(result) for result in mine]
+        header = "architecture | compiler | verdict | offloaded | kept | transfers | graphs | eager | saved_tensors | moved |"
+        lines += [f"| {header} |", "|" + "---|" * (header.count("|") + 1)]
+        lines += _rows(mine)
         lines.append("")
     return "\n".join(lines)
 
 
-def _cells(result: dict[str, Any]) -> str:
-    cells = [result["name"], result["compiler"], result["verdict"], format_nbytes(result["offloaded_nbytes"])]
-    cells += [format_nbytes(result["kept_nbytes"]), str(result["transfers"]), str(result["graphs"]), result["eager"]]
-    detail = result["detail"].replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")
+def _counts(what: str, results: Sequence[dict[str, Any]]) -> str:
+    verdicts = [result["verdict"] for result in results]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("equal", "refused", "wrong"))
+    return f"{what}: {len(results)} runs, {counts}."
+
+
+def _rows(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Write one row for each architecture and compiler, each with the run without a compiler at its end."""
+    uncompiled = {result["name"]: result for result in results if result["compiler"] == "none"}
+    compiled = [result for result in results if result["compiler"] != "none"]
+    rows = [_cells(result, uncompiled.get(result["name"])) for result in compiled]
+    alone = sorted(uncompiled.keys() - {result["name"] for result in compiled})
+    return rows + [_cells(None, uncompiled[name]) for name in alone]
+
+
+def _cells(compiled: dict[str, Any] | None, uncompiled: dict[str, Any] | None) -> str:
+    name = (compiled or uncompiled or {})["name"]
+    cells = [name, *[""] * 7]
+    if compiled is not None:
+        cells = [name, compiled["compiler"], compiled["verdict"], format_nbytes(compiled["offloaded_nbytes"])]
+        cells += [format_nbytes(compiled["kept_nbytes"]), str(compiled["transfers"]), str(compiled["graphs"])]
+        cells.append(compiled["eager"])
+    cells += [uncompiled["verdict"], format_nbytes(uncompiled["offloaded_nbytes"])] if uncompiled else ["", ""]
+    detail = "; ".join(result["detail"] for result in (compiled, uncompiled) if result and result["detail"])
+    detail = detail.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")
     return f"| {' | '.join(cells)} | {detail} |"
 
 
@@ -262,7 +331,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures to run (default: all)")
     parser.add_argument("--only", choices=("transformers", "timm"), help="run those of one package")
-    parser.add_argument("--compiler", choices=COMPILERS, default="aot_eager")
+    parser.add_argument(
+        "--compiler", choices=COMPILERS, default="aot_eager", help="none: eager, under graphoffload.saved_tensors"
+    )
     parser.add_argument(
         "--merge", action="store_true", help="keep the results that are there and replace those that run"
     )

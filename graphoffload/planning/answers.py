@@ -7,6 +7,7 @@ A policy is a frozen dataclass with `decide(value, ledger)`. It may have more:
 - `answer(value, ledger)`: like `decide`, with the reason in words;
 - `forbids(value, ledger)`: whether the memory of this value must not be offloaded, whatever the other policies say;
 - `unmatched(values)`: what it names that does not exist, in words;
+- `least_nbytes`: no storage below this is ever offloaded (0 where not given), so that small ones need not be asked about;
 - `fit(facts, machine)`: the policy to use for one program, for policies that look at the whole of it first.
 """
 
@@ -20,9 +21,14 @@ from graphoffload.planning.machine import Machine
 from graphoffload.planning.plan import Action
 from graphoffload.planning.values import Facts, Value
 
+MUST, PREFER = "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"
 FACTS = frozenset({"label", "module_path", "op", "tag", "timeline", "total_nbytes"})
 """Facts that a policy may name in `needs`: those of `Value` that not every path knows; "timeline": positions and seconds of
 the whole program; "total_nbytes": the ledger's total."""
+
+
+NEVER = 1 << 62
+"""More bytes than any storage has."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,16 @@ def ask(policy: Policy, value: Value, ledger: Ledger) -> Answer:
     return answer
 
 
+def ask_with_tag(policy: Policy, value: Value, ledger: Ledger) -> Answer:
+    """Ask a policy about one value, and let the user's tag count: MUST before the policy, PREFER where it has no opinion."""
+    if value.tag == MUST:
+        return Answer(Action.OFFLOAD, f"tagged {MUST}")
+    answer = ask(policy, value, ledger)
+    if answer.action is None and value.tag == PREFER:
+        return Answer(Action.OFFLOAD, f"tagged {PREFER}, and the policy has no opinion ({answer.reason})")
+    return answer
+
+
 def forbids(policy: Policy, value: Value, ledger: Ledger) -> bool:
     """Say whether a policy forbids that this value's memory be offloaded by anybody."""
     forbid = getattr(policy, "forbids", None)
@@ -118,6 +134,11 @@ def requests_offload(policy: Policy) -> bool:
 def requests_recompute(policy: Policy) -> bool:
     """Say whether a policy ever asks for recomputation."""
     return bool(getattr(policy, "requests_recompute", True))
+
+
+def least_nbytes(policy: Policy) -> int:
+    """Return the bytes below which a policy offloads no storage; `NEVER` for one that offloads nothing without a tag."""
+    return int(getattr(policy, "least_nbytes", 0))
 
 
 def check_policy(policy: Any) -> Any:

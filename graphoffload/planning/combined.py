@@ -6,7 +6,18 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from graphoffload.errors import PolicyError
-from graphoffload.planning.answers import Answer, Ledger, Policy, ask, check_policy, fit, forbids, needs_of
+from graphoffload.planning.answers import (
+    NEVER,
+    Answer,
+    Ledger,
+    Policy,
+    ask,
+    check_policy,
+    fit,
+    forbids,
+    needs_of,
+)
+from graphoffload.planning.answers import least_nbytes as least_nbytes_of
 from graphoffload.planning.answers import requests_offload as asks_offload
 from graphoffload.planning.answers import requests_recompute as asks_recompute
 from graphoffload.planning.answers import unmatched as unmatched_of
@@ -46,6 +57,11 @@ class FirstOf:
     def requests_recompute(self) -> bool:
         """Say whether any of them asks for recomputation."""
         return any(asks_recompute(policy) for policy in self.policies)
+
+    @property
+    def least_nbytes(self) -> int:
+        """Return the size below which none of them moves anything."""
+        return min(least_nbytes_of(policy) for policy in self.policies)
 
     def fit(self, facts: Facts, machine: Machine) -> Policy:
         """Fit each to the program."""
@@ -117,6 +133,11 @@ class Only:
         """Say whether the policy asks for recomputation."""
         return asks_recompute(self.inner)
 
+    @property
+    def least_nbytes(self) -> int:
+        """Return the size below which nothing moves."""
+        return max(self.min_nbytes, least_nbytes_of(self.inner))
+
     def fit(self, facts: Facts, machine: Machine) -> Policy:
         """Fit the policy to the part of the program that it is asked about."""
         storages = {value.storage for value in facts.values if self._matches(value)}
@@ -168,6 +189,7 @@ class Never:
     what: tuple[str, ...] | Policy
     requests_offload: ClassVar[bool] = False
     requests_recompute: ClassVar[bool] = False
+    least_nbytes: ClassVar[int] = NEVER
 
     def __post_init__(self) -> None:
         if callable(getattr(self.what, "decide", None)):

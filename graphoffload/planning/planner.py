@@ -11,10 +11,12 @@ from graphoffload.planning.machine import Machine
 from graphoffload.planning.order import events_of_plan
 from graphoffload.planning.plan import Action, Decision, Plan, Transfer
 from graphoffload.planning.policy import (
+    MUST,
+    PREFER,
     Answer,
     Ledger,
     Policy,
-    ask,
+    ask_with_tag,
     check_policy,
     fit,
     forbids,
@@ -26,8 +28,6 @@ from graphoffload.planning.profile import peak
 from graphoffload.planning.schedule import make_transfers, simulate
 from graphoffload.planning.sizes import format_nbytes
 from graphoffload.planning.values import Facts, Storage, Value
-
-MUST, PREFER = "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"
 
 
 def make_plan(
@@ -149,11 +149,7 @@ class _Fold:
         return Decision(value.name, value.storage, self.actions[value.storage], self._reason(value))
 
     def _answer(self, value: Value) -> Answer:
-        if value.tag == MUST:
-            return Answer(Action.OFFLOAD, f"tagged {MUST}")
-        answer = ask(self.policy, value, self.ledger)
-        if answer.action is None and value.tag == PREFER:
-            return Answer(Action.OFFLOAD, f"tagged {PREFER}, and the policy has no opinion ({answer.reason})")
+        answer = ask_with_tag(self.policy, value, self.ledger)
         if answer.action is Action.RECOMPUTE and self.not_recomputable is not None:
             why = self.not_recomputable.get(value.name, "the partitioner saves it all the same")
             return Answer(Action.KEEP, f"cannot be recomputed: {why}")

@@ -16,13 +16,18 @@ from typing import Any, cast
 from graphoffload.errors import PolicyError, UsageError
 from graphoffload.planning import wire
 from graphoffload.planning.answers import FACTS as FACTS
+from graphoffload.planning.answers import MUST as MUST
+from graphoffload.planning.answers import NEVER as NEVER
+from graphoffload.planning.answers import PREFER as PREFER
 from graphoffload.planning.answers import Answer as Answer
 from graphoffload.planning.answers import Ledger as Ledger
 from graphoffload.planning.answers import Policy as Policy
 from graphoffload.planning.answers import ask as ask
+from graphoffload.planning.answers import ask_with_tag as ask_with_tag
 from graphoffload.planning.answers import check_policy as check_policy
 from graphoffload.planning.answers import fit as fit
 from graphoffload.planning.answers import forbids as forbids
+from graphoffload.planning.answers import least_nbytes as least_nbytes
 from graphoffload.planning.answers import needs_of as needs_of
 from graphoffload.planning.answers import requests_offload as requests_offload
 from graphoffload.planning.answers import requests_recompute as requests_recompute

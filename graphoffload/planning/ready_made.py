@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from graphoffload.errors import PolicyError
-from graphoffload.planning.answers import Answer, Ledger, Policy
+from graphoffload.planning.answers import MUST, NEVER, PREFER, Answer, Ledger, Policy
 from graphoffload.planning.machine import Machine
 from graphoffload.planning.patterns import PatternKind, as_patterns, unmatched
 from graphoffload.planning.plan import Action
@@ -17,7 +17,7 @@ from graphoffload.planning.values import Facts, Value
 
 MIN_NBYTES = 2**20
 """Storages below this are not worth a copy: at 1 MiB a copy reaches about four fifths of the link's speed."""
-OFFLOAD_TAGS = frozenset({"MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"})
+OFFLOAD_TAGS = frozenset({MUST, PREFER})
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -28,6 +28,7 @@ class KeepAll:
     needs: ClassVar[frozenset[str]] = NOTHING
     requests_offload: ClassVar[bool] = False
     requests_recompute: ClassVar[bool] = False
+    least_nbytes: ClassVar[int] = NEVER
 
     def answer(self, value: Value, ledger: Ledger) -> Answer:
         """Answer KEEP."""
@@ -52,6 +53,11 @@ class OffloadAll:
 
     def __post_init__(self) -> None:
         _set(self, "min_nbytes", parse_nbytes(self.min_nbytes, what="OffloadAll(min_nbytes)", error=PolicyError))
+
+    @property
+    def least_nbytes(self) -> int:
+        """Return the size below which nothing moves."""
+        return self.min_nbytes
 
     def answer(self, value: Value, ledger: Ledger) -> Answer:
         """Answer OFFLOAD unless the storage is small."""
@@ -103,6 +109,11 @@ class OffloadBytes:
     def requests_offload(self) -> bool:
         """Say no only when the amount is zero."""
         return bool(self.amount)
+
+    @property
+    def least_nbytes(self) -> int:
+        """Return the size below which nothing moves."""
+        return self.min_nbytes
 
     def answer(self, value: Value, ledger: Ledger) -> Answer:
         """Answer OFFLOAD while the amount lasts."""
@@ -255,6 +266,7 @@ class FollowTags:
     needs: ClassVar[frozenset[str]] = frozenset({"tag"})
     requests_offload: ClassVar[bool] = False
     requests_recompute: ClassVar[bool] = False
+    least_nbytes: ClassVar[int] = NEVER
 
     def answer(self, value: Value, ledger: Ledger) -> Answer:
         """Answer OFFLOAD for a tagged value."""

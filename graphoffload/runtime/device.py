@@ -8,13 +8,14 @@ run at once. A *token* is a point on a stream that another stream, or the host, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphoffload.errors import UsageError
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
+from graphoffload.planning.machine import Machine
 from graphoffload.runtime.chunks import PinnedChunks, RegisteredChunks
 from graphoffload.runtime.memory import ChunkSource
 
@@ -46,6 +47,15 @@ class Device(Protocol):
     def done(self, token: Any) -> bool:
         """Say whether `token` has been reached, without waiting."""
 
+    def elapsed(self, one: Any, two: Any) -> float | None:
+        """Return the seconds from one token to another; None until both are reached, and where there is no clock."""
+
+    def memory(self) -> MemoryReading | None:
+        """Read the device memory in use, in the order of issue; None where that is not known."""
+
+    def see(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note of tensors on the device, where a ledger is kept."""
+
     def synchronize(self, token: Any) -> None:
         """Make the host wait for `token`."""
 
@@ -55,11 +65,25 @@ class Device(Protocol):
     def spoil(self, tensor: torch.Tensor) -> None:
         """Overwrite the extent of a tensor, whose contents are undefined from here on, where that helps to find faults."""
 
+    def spoil_unshared(self, tensor: torch.Tensor) -> None:
+        """Do as `spoil`, if this reference is the last to the memory."""
+
+    def capturing(self) -> bool:
+        """Say whether the compute stream is being captured into a graph of the device."""
+
     def refuse_capture(self) -> None:
         """Raise `UsageError` while the compute stream is being captured into a graph of the device."""
 
     def chunks(self) -> ChunkSource:
         """Return the source of host memory that this device copies from and to fastest."""
+
+
+class MemoryReading(NamedTuple):
+    """Hold bytes of device memory: in use now, the most ever in use (since somebody reset it), and ever allocated."""
+
+    current: int
+    peak: int
+    total: int
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +115,14 @@ def extent_nbytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def machine_of(device: torch.device | str) -> Machine:
+    """Return the machine to plan for when none was named: the device's own, by its name, or a generic one."""
+    kind = torch.device(device or "cpu")
+    if kind.type == "cpu":
+        return Machine.named("virtual")
+    return Machine.for_device_name(torch.get_device_module(kind).get_device_name(kind))
+
+
 def cudart() -> Any:
     """Return torch's binding of the CUDA runtime."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -119,7 +151,7 @@ class AcceleratorDevice:
 
     def record(self, stream: str) -> torch.Event:
         """Return an event recorded on `stream`."""
-        event = torch.Event(device=self.device)
+        event = torch.Event(device=self.device, enable_timing=True)
         event.record(self._stream(stream))
         return event
 
@@ -141,6 +173,24 @@ class AcceleratorDevice:
         """Query the event."""
         return token.query()
 
+    def elapsed(self, one: torch.Event, two: torch.Event) -> float | None:
+        """Read the device's clock at both events."""
+        return one.elapsed_time(two) / 1e3 if one.query() and two.query() else None
+
+    def memory(self) -> MemoryReading | None:
+        """Ask torch's allocator."""
+        if self.device.type != "cuda":
+            return None
+        # Not memory_stats(), which flattens a hundred other counts at every call.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device).get("allocated_bytes")
+        if stats is None:
+            return None
+        counts = stats["all"]
+        return MemoryReading(counts["current"], counts["peak"], counts["allocated"])
+
+    def see(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Have nothing to note: the allocator counts."""
+
     def synchronize(self, token: torch.Event) -> None:
         """Block the host until the event is reached."""
         token.synchronize()
@@ -153,9 +203,16 @@ class AcceleratorDevice:
     def spoil(self, tensor: torch.Tensor) -> None:
         """Leave the memory as it is: writing it would cost bandwidth."""
 
+    def spoil_unshared(self, tensor: torch.Tensor) -> None:
+        """Leave the memory as it is."""
+
+    def capturing(self) -> bool:
+        """Say whether a CUDA graph is being captured on the compute stream."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def refuse_capture(self) -> None:
         """Raise while a CUDA graph is being captured: slots and waits would be frozen into it."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             raise UsageError("graphoffload cannot run under CUDA graph capture; use another compile mode")
 
     def chunks(self) -> ChunkSource:

@@ -83,6 +83,18 @@ TABLE: dict[tuple[State, Act], State] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Hold an alias of a source, and the version it had when it was saved: autograd counts changes in place."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def holds(self) -> bool:
+        """Say whether nobody has changed the source since."""
+        return self.tensor._version == self.version
+
+
 @dataclass(slots=True)
 class Reload:
     """Describe one reload under way: the memory being written, its compute stream, and the token of the copy."""
@@ -101,7 +113,8 @@ class Slot:
     operators must not free memory that a copy stream is using. `departed` is the token of the copy out. `read` is the
     latest copy out of the slot's memory; whoever uses the memory next waits for it. `home` is the compute stream in whose
     order the source's memory is used again. `spoils`: nobody reads the source after its release, so what is there then may
-    be overwritten.
+    be overwritten. `watch`, where given, tells whether the source was changed while the copy was under way: then the slot is
+    `torn`, for nobody knows which bytes it holds.
     """
 
     name: str
@@ -114,6 +127,14 @@ class Slot:
     reloads: dict[int, Reload] = field(default_factory=dict)
     reload_count: int = 0
     spoils: bool = True
+    watch: Watch | None = None
+    source_version: int = 0
+    torn: bool = False
+
+    def is_intact(self) -> bool:
+        """Say whether nobody is known to have changed the source, by itself or through the alias that was read from."""
+        unwatched = self.watch is None or self.source is None
+        return unwatched or (self.watch.holds() and self.source._version == self.source_version)  # type: ignore[union-attr]
 
     @property
     def nbytes(self) -> int:

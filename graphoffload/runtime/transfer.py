@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from graphoffload._torch import saved_tensors_hooks_are_active
+from graphoffload._torch import top_saved_tensors_hooks
 from graphoffload.errors import SlotError
 from graphoffload.ordering.alphabet import reload as reload_resource
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
@@ -33,7 +33,8 @@ from graphoffload.runtime.device import Device, extent_nbytes, flat_bytes, with_
 from graphoffload.runtime.log import RuntimeLog
 from graphoffload.runtime.memory import Token, later_of
 from graphoffload.runtime.pinned import PinnedPool
-from graphoffload.runtime.slots import Act, Reload, Slot, SlotOwner, State, find_owner, make_host_tensor
+from graphoffload.runtime.slots import Act, Reload, Slot, SlotOwner, State, Watch, find_owner, make_host_tensor
+from graphoffload.runtime.stalls import Stalls
 from graphoffload.runtime.stats import TransferStats
 
 IN_FLIGHT_NBYTES = 4 << 30
@@ -77,7 +78,8 @@ class Runtime:
         self.pool = PinnedPool(device.chunks(), budget_nbytes=host_budget_nbytes, quiesce=device.synchronize_copies)
         self.orphans: deque[Slot] = deque()
         self._in_flight: dict[Slot, None] = {}  # oldest first
-        self._counts: dict[str, int] = dict.fromkeys(TransferStats.__dataclass_fields__, 0)
+        self._counts: dict[str, int] = dict.fromkeys(set(TransferStats.__dataclass_fields__) - {"exposed_seconds"}, 0)
+        self._stalls = Stalls(device)
         self._serials = itertools.count()
         self._slot_numbers = itertools.count()
         # One lock: forward runs on the user's threads and backward on autograd's, and they share the streams, the queue
@@ -88,10 +90,11 @@ class Runtime:
 
     # The four operations
 
-    def offload(self, src: torch.Tensor, storage: str) -> torch.Tensor:
+    def offload(self, src: torch.Tensor, storage: str, *, watch: Watch | None = None) -> torch.Tensor:
         """Start the copy of `src`'s extent to the host; return the host tensor, which owns the slot.
 
-        The result has the size, stride and dtype of `src`, and its contents are there only once the copy has ended.
+        The result has the size, stride and dtype of `src`, and its contents are there only once the copy has ended. With
+        `watch` the slot notes whether the source was changed in place before the copy was waited for.
         """
         nbytes = extent_nbytes(src)
         if nbytes == 0:
@@ -117,7 +120,7 @@ class Runtime:
                 # An earlier slot's reload may still be reading this host memory. The host does not wait for it.
                 self._wait(D2H, block.after, Edge.VACATED)
             # The copy reads the source until it has ended; the program may drop its own reference any time.
-            slot.source = src.detach()
+            slot.source, slot.source_version, slot.watch = src.detach(), src._version, watch
             slot.act(Act.OFFLOAD)
             self.device.copy(D2H, host_bytes, flat_bytes(src), cuts=block.cuts)
             if self.log is not None:
@@ -132,15 +135,18 @@ class Runtime:
         owner = find_owner(host)
         if owner is None:
             return  # an empty tensor, or a copy of a host tensor: no copy stream touches anything for it
-        slot = owner.slot
+        self.let_go(owner.slot, wait=wait, last=last)
+        if _hooks_may_read_hosts():
+            # Autograd is about to show the host tensor to hooks of the user, and these may read it on the CPU at once.
+            self.settle(owner.slot)
+
+    def let_go(self, slot: Slot, *, wait: bool, last: bool) -> None:
+        """Release the source of a slot whose host tensor nobody but graphoffload sees."""
         with self._lock:
             slot.act(Act.RELEASE if wait else Act.HAND_OVER)
             slot.spoils = last
             self._counts["releases"] += 1
             departed = _made(slot.departed, slot)
-            if saved_tensors_hooks_are_active():
-                # Autograd is about to show the host tensor to hooks of the user, and these may read it on the CPU at once.
-                self.settle(slot)
             if wait:
                 # Compute gets the memory next, in its own order: it must not write before the copy has read.
                 self._wait_to_free(slot.home, departed, Edge.DEPARTED)
@@ -224,6 +230,7 @@ class Runtime:
             self._let_orphans_go()
             pool = self.pool.counts
             return TransferStats(
+                exposed_seconds=self._stalls.seconds(),
                 **{
                     **self._counts,
                     "host_nbytes": pool.in_use_nbytes,
@@ -232,7 +239,7 @@ class Runtime:
                     "pinned_peak_nbytes": pool.pinned_peak_nbytes,
                     "pageable_nbytes": pool.pageable_nbytes,
                     "pageable_fallbacks": pool.pageable_fallbacks,
-                }
+                },
             )
 
     def set_limits(self, *, in_flight_nbytes: int | None, host_budget_nbytes: int | None) -> None:
@@ -264,6 +271,27 @@ class Runtime:
     def settle(self, slot: Slot) -> None:
         """Make the host wait until the copy into `slot` has ended."""
         self.device.synchronize(_made(slot.departed, slot).native)
+
+    @property
+    def sources_in_flight_nbytes(self) -> int:
+        """Count the bytes of sources that only the in-flight queue keeps, as far as it knows."""
+        return self._counts["in_flight_nbytes"]
+
+    def drop_oldest(self) -> bool:
+        """Make compute wait for the oldest copy in flight, and let its source go; False if there is none."""
+        with self._lock:
+            if not self._in_flight:
+                return False
+            self._counts["waits"] += 1
+            self._drop_oldest(Edge.BOUNDED)
+            return True
+
+    def present_source(self, slot: Slot) -> torch.Tensor | None:
+        """Return an alias of the source where it is still on the device and may be read on the current stream as it was."""
+        with self._lock:
+            if slot.source is None or not slot.is_intact() or slot.home != self.device.compute_stream():
+                return None
+            return slot.source.detach()
 
     def _hand_over(self, slot: Slot) -> None:
         self._drop_seen()
@@ -301,8 +329,13 @@ class Runtime:
             raise SlotError(f"slot {slot.name} has no source to drop")
         if self.log is not None:
             self.log.dropped(slot.name)
+        if slot.watch is not None:
+            # Compute has waited for the copy, so changes from now on come after it.
+            slot.torn, slot.watch = not slot.is_intact(), None
         if slot.spoils:
             self.device.spoil(source)
+        else:
+            self.device.spoil_unshared(source)
         slot.source = None
 
     def _let_orphans_go(self) -> None:
@@ -324,7 +357,7 @@ class Runtime:
                 self._wait_to_free(slot.home, slot.departed or self._record(D2H), Edge.ABANDONED)
                 if self.log is not None:
                     self.log.dropped(slot.name)
-                slot.source = None  # not spoiled: the release never came, so others may rightly be using it
+                slot.source = slot.watch = None  # not spoiled: the release never came, so others may be using it
             slot.act(Act.ABANDON)  # a source in the queue stays there
             self._counts["slots"] -= 1
             if slot.block.pageable is not None:
@@ -352,6 +385,8 @@ class Runtime:
         return token
 
     def _wait(self, stream: str, token: Token, edge: Edge) -> None:
+        if stream == COMPUTE and edge is not Edge.SEEN:
+            self._stalls.expect(token.native)
         self.device.wait(stream, token.native)
         if self.log is not None:
             self.log.wait(stream, token.serial, why=edge.value)
@@ -379,6 +414,11 @@ def _made(token: Token | None, slot: Slot) -> Token:
             f"a copy of slot {slot.name} was interrupted while it was being started; the slot cannot be used"
         )
     return token
+
+
+def _hooks_may_read_hosts() -> bool:
+    top = top_saved_tensors_hooks()
+    return top is not None and not getattr(getattr(top[0], "__self__", None), "keeps_slots", False)
 
 
 def _close(device: Any, pool: PinnedPool) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphoffload._torch import StorageWeakRef
+from graphoffload._torch import StorageWeakRef, storage_use_count
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
 from graphoffload.runtime.chunks import RegisteredChunks
-from graphoffload.runtime.device import BeforeCopy, extent_nbytes
+from graphoffload.runtime.device import BeforeCopy, MemoryReading, extent_nbytes
 from graphoffload.runtime.memory import ChunkSource
 from graphoffload.runtime.slots import is_slot
 
@@ -109,6 +109,19 @@ class VirtualDevice:
         """Say no until somebody waited for this very token: a copy never ends by itself."""
         return token.awaited
 
+    def elapsed(self, one: VirtualToken, two: VirtualToken) -> float | None:
+        """Have no clock."""
+        return None
+
+    def memory(self) -> MemoryReading | None:
+        """Read the ledger."""
+        return None if self.ledger is None else self.ledger.reading()
+
+    def see(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Show the tensors to the ledger."""
+        if self.ledger is not None:
+            self.ledger.tick(label, tensors)
+
     def synchronize(self, token: VirtualToken) -> None:
         """Run what `token` stands for."""
         token.awaited = True
@@ -124,6 +137,16 @@ class VirtualDevice:
         if self.late:
             # Written behind torch's back: poison is not an in-place operation of the program.
             ctypes.memset(tensor.data_ptr(), 1 if tensor.dtype is torch.bool else 0xFF, extent_nbytes(tensor))
+
+    def spoil_unshared(self, tensor: torch.Tensor) -> None:
+        """Poison the bytes if nobody but the caller can reach them."""
+        storage = tensor.untyped_storage()
+        if self.late and storage_use_count(storage._cdata) == 2:  # the tensor's own reference, and the one just made
+            self.spoil(tensor)
+
+    def capturing(self) -> bool:
+        """Say no."""
+        return False
 
     def refuse_capture(self) -> None:
         """Have nothing to refuse."""
@@ -168,6 +191,7 @@ class Ledger:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._seen_nbytes = 0
         self._lock = threading.Lock()  # two threads may run graphs on one device
 
     def tick(self, label: str, tensors: Iterable[torch.Tensor]) -> int:
@@ -175,12 +199,14 @@ class Ledger:
         with self._lock:
             for tensor in tensors:
                 self._see(tensor)
-            gone = [key for key, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
-            for key in gone:
-                del self._live[key]
-            nbytes = sum(nbytes for _, nbytes in self._live.values())
+            nbytes = self._count()
             self.samples.append(Sample(label, nbytes))
             return nbytes
+
+    def reading(self) -> MemoryReading:
+        """Read the bytes that are alive now, the largest sample, and all bytes ever seen, without a sample."""
+        with self._lock:
+            return MemoryReading(self._count(), self.peak_nbytes, self._seen_nbytes)
 
     def reset(self) -> None:
         """Forget the samples and the storages seen so far."""
@@ -193,10 +219,18 @@ class Ledger:
         """Return the largest sample; 0 without samples."""
         return max((sample.nbytes for sample in self.samples), default=0)
 
+    def _count(self) -> int:
+        gone = [key for key, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
+        for key in gone:
+            del self._live[key]
+        return sum(nbytes for _, nbytes in self._live.values())
+
     def _see(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_slot(tensor):
             return
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         # The weak reference pins the storage's identity, so a key cannot come to mean another storage.
-        self._live.setdefault(reference.cdata, (reference, storage.nbytes()))
+        if reference.cdata not in self._live:
+            self._live[reference.cdata] = (reference, storage.nbytes())
+            self._seen_nbytes += storage.nbytes()

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from graphoffload import testing
+from graphoffload.runtime import ops
+from graphoffload.runtime.device import AcceleratorDevice
+from graphoffload.runtime.transfer import Runtime
+
 
 @pytest.fixture(scope="session")
 def gpu() -> torch.device:
@@ -34,3 +39,15 @@ def quiet(gpu: torch.device) -> Iterator[None]:
     yield
     torch.accelerator.synchronize(gpu)
     gc.collect()
+
+
+@pytest.fixture
+def runtime(gpu: torch.device) -> Iterator[Runtime]:
+    """Install a runtime of this test's own; what it did must be free of races."""
+    made = Runtime(AcceleratorDevice(gpu), recording=True)
+    with ops.installed(gpu, made):
+        yield made
+        made.device.before_copy = None
+        gc.collect()
+        made.synchronize()
+        testing.check_log(made)
