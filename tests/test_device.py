@@ -44,7 +44,7 @@ class Stream:
 class Event:
     """Stand in for torch.Event."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, enable_timing: bool = False) -> None:
         self.on = ""
 
     def record(self, stream: Stream) -> None:

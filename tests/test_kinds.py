@@ -130,7 +130,7 @@ class TestPlain:
         assert not is_plain(tensor)
         assert body_of(tensor) == "it is a tensor subclass (Touchy) that graphoffload does not know"
 
-    def test_a_subclass_in_python_keeps_its_class_where_it_stays(self):
+    def test_a_parameter_of_a_subclass_stays(self):
         assert isinstance(body_of(torch.nn.Parameter(numbers(3).as_subclass(Tagged))), str)
 
 

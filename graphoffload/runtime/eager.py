@@ -46,6 +46,7 @@ from graphoffload.runtime.module_paths import ModulePaths
 from graphoffload.runtime.ops import on_device
 from graphoffload.runtime.parcels import Episode, Kept, Parcel, Share, unseen
 from graphoffload.runtime.room import Room
+from graphoffload.runtime.slots import version_of
 from graphoffload.runtime.stats import SavedTensorsStats
 from graphoffload.runtime.tally import Tally
 
@@ -155,7 +156,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             place = episode.enter((main.dtype, main.ndim))
             storage = main.untyped_storage()
             nbytes = storage.nbytes()
-            if self._learnt.owned.owns(main, storage):
+            if self._learnt.owned.owns(tensor, storage):
                 why = "it is the memory of a parameter or buffer"
             elif tag is None and 0 < nbytes < self._least:
                 why = self._small
@@ -221,7 +222,9 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         tag: str | None,
     ) -> Kept | Share:
         """Put a tensor that could move where the policy wants it."""
-        learnt, main, version = self._learnt, body.main, tensor._version
+        learnt, main = self._learnt, body.main
+        watched = (tensor,) if tensor is main else (tensor, main)
+        version = version_of(*watched)
         parcel = learnt.parcel_with(main, storage, version)
         if parcel is not None:
             self._tally.packed += 1
@@ -236,7 +239,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
                 return self._keep(tensor, why, storage._cdata, storage.nbytes())
             with unseen():
                 wait = room.is_new or episode.is_mutated(place)
-                parcel = Parcel(main, storage, room, watched=tensor, episode=episode, place=place, wait=wait)
+                parcel = Parcel(main, storage, room, watched=watched, episode=episode, place=place, wait=wait)
                 self._look(room, episode, place)
             learnt.enlist(parcel, storage)
             learnt.has_moved = True
@@ -368,6 +371,10 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             parcel.ahead = True
             room.enter(parcel.nbytes)
             self._tally.reload(parcel.nbytes)
+        if episode.is_over():
+            # The next call may be far off, and the queue must not keep what nobody will read.
+            for room in self._learnt.rooms:
+                room.clear()
 
 
 def _with_memory(room: Room, start: Callable[[], None]) -> None:
@@ -375,6 +382,5 @@ def _with_memory(room: Room, start: Callable[[], None]) -> None:
     try:
         start()
     except torch.OutOfMemoryError:
-        while room.runtime.drop_oldest():
-            pass
+        room.clear()
         start()

@@ -104,6 +104,10 @@ class Episode(Generic[Parcel, Moment]):
         self.order.append(place)
         self.positions[place] = len(self.unpacking)
 
+    def is_over(self) -> bool:
+        """Say whether all that was expected has come back, is on its way, or is gone."""
+        return self._cursor >= len(self._expected)
+
     def after_pack(self, place: int) -> Sequence[Moment]:
         """Return the moment of this pack the last time."""
         moment = None if self.program is None else self.program.packing.get(place)

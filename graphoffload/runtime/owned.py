@@ -7,6 +7,8 @@ import weakref
 import torch
 from torch import nn
 
+from graphoffload.runtime.kinds import body_of, is_plain
+
 
 class Owned:
     """Hold the storages of one model's parameters and buffers, as they are at the last `refresh`.
@@ -31,16 +33,17 @@ class Owned:
             self._storages = frozenset(found)
 
     def owns(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Say whether this plain tensor on `storage` is, or views, a parameter or buffer."""
-        if type(tensor) is nn.Parameter or storage._cdata in self._storages:
+        """Say whether this tensor, whose bytes are in `storage`, is, or views, a parameter or buffer."""
+        if storage._cdata in self._storages or type(tensor) is nn.Parameter:
+            return True
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             return True
         base = tensor._base
         return base is not None and isinstance(base, (nn.Parameter, nn.Buffer))
 
 
 def _addresses(tensor: torch.Tensor) -> list[int]:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    try:
-        return [local.untyped_storage()._cdata]
-    except (RuntimeError, NotImplementedError):
-        return []  # a kind without a storage (sparse, a wrapper): it is kept for its kind
+    body = tensor if is_plain(tensor) else body_of(tensor)
+    if isinstance(body, str):
+        return []  # it is kept for its kind
+    return [(body if isinstance(body, torch.Tensor) else body.main).untyped_storage()._cdata]

@@ -23,7 +23,7 @@ from graphoffload.errors import SlotError
 from graphoffload.runtime.device import extent_nbytes
 from graphoffload.runtime.foresight import Episode as AnyEpisode
 from graphoffload.runtime.room import Moment, Room
-from graphoffload.runtime.slots import Slot, Watch, find_owner
+from graphoffload.runtime.slots import Slot, Watch, find_owner, version_of
 
 _WHOLE = 4
 """A view moves its whole storage if it shows at least one part in this many of it; the views that follow then come along."""
@@ -104,7 +104,7 @@ class Share:
     def changed_in_place(self) -> RuntimeError:
         """Return the error for a source that was changed before its copy had ended."""
         watch = self.parcel.slot.watch
-        now = self.parcel.version + 1 if watch is None else watch.tensor._version
+        now = self.parcel.version + 1 if watch is None else version_of(*watch.aliases)
         like = torch.empty(0, dtype=self.dtype, device=self.parcel.room.runtime.device.device)
         return changed_in_place(f"{like.type()} {list(self.size)}", self.parcel.version, now, self.maker)
 
@@ -112,7 +112,9 @@ class Share:
         """Return this tensor on the parcel's bytes: the size, stride, offset, type and lazy bits that were packed."""
         # By views, so that autograd's count of changes in place is one for all shares: see Parcel.take.
         whole = memory.numel() // self.dtype.itemsize * self.dtype.itemsize
-        tensor = memory.narrow(0, 0, whole).view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        bytes_ = memory.narrow(0, 0, whole).view(self.dtype)
+        # Memory that never left still lies in the storage that it is a part of.
+        tensor = bytes_.as_strided(self.size, self.stride, bytes_.storage_offset() + self.offset)
         if self.is_conj:
             tensor = tensor.conj()
         if self.is_neg:
@@ -134,6 +136,7 @@ class Parcel:
         "_home",
         "_is_ready",
         "_version",
+        "_watched",
         "ahead",
         "awaited",
         "begin",
@@ -144,7 +147,6 @@ class Parcel:
         "place",
         "room",
         "slot",
-        "source",
         "version",
     )
 
@@ -154,23 +156,23 @@ class Parcel:
         storage: torch.UntypedStorage,
         room: Room,
         *,
-        watched: torch.Tensor,
+        watched: tuple[torch.Tensor, ...],
         episode: Episode,
         place: int,
         wait: bool,
     ) -> None:
         """Copy out what the tensor shows, of its whole storage if that is not much more.
 
-        `watched` tells of changes in place: the tensor itself, or what wraps it.
+        `watched` tell of changes in place: the tensor itself, and what wraps it.
         """
         self.begin, self.end = _range(tensor, storage.nbytes())
         self.room = room
         self.episode = episode
         self.place = place
-        self.version = watched._version
+        self.version = version_of(*watched)
         # The storage's address must not come to mean another storage while this parcel can be found by it.
         self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self.source = weakref.ref(watched)
+        self._watched = tuple(weakref.ref(one) for one in watched)
         self.awaited = 0
         self.ahead = False
         self._dest: torch.Tensor | None = None
@@ -181,7 +183,7 @@ class Parcel:
         runtime = room.runtime
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(storage, self.begin, (self.end - self.begin,), (1,))
-        self.host = runtime.offload(flat, "saved", watch=Watch(watched.detach(), self.version))
+        self.host = runtime.offload(flat, "saved", watch=Watch.over(*watched))
         owner = find_owner(self.host)
         if owner is None:
             raise SlotError("an offloaded storage has no slot")
@@ -220,8 +222,8 @@ class Parcel:
 
     def was_changed(self) -> bool:
         """Say whether the source is known to have been changed in place since it was packed."""
-        source = self.source()
-        return source is not None and source._version != self.version
+        alive = [tensor for reference in self._watched if (tensor := reference()) is not None]
+        return len(alive) == len(self._watched) and version_of(*alive) != self.version
 
     def start(self) -> None:
         """Start the reload."""

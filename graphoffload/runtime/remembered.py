@@ -169,7 +169,13 @@ class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _Value(alias, None, alias, version)
         probe = _probe(alias)
         with unseen(), sharing_version_counters():
-            return _Value(home.pack(alias, tag=tag), home, probe, version)
+            packed = home.pack(alias, tag=tag)
+        if tag == MUST and isinstance(packed, Kept):
+            raise PolicyError(
+                f"a value tagged {MUST} cannot be offloaded: a value that was saved earlier keeps its memory on the device. Tag "
+                "the operator that made the memory, or let the policy around move that value too"
+            )
+        return _Value(packed, home, probe, version)
 
 
 class _Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -204,7 +210,7 @@ class _Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index >= len(entries):
             raise RuntimeError(
                 f"graphoffload: in backward a checkpointed region ran {func} more often than in forward, where it ran "
-                f"{len(entries)} times. The region must do the same again: nothing in it may depend on state that changes "
+                f"{_times(len(entries))}. The region must do the same again: nothing in it may depend on state that changes "
                 "between forward and backward"
             )
         entry = entries[index]
@@ -264,6 +270,10 @@ def _returns_what_it_wrote(func: Any, out: Any) -> bool:
     if schema is not None and any(each.alias_info is not None and each.alias_info.is_write for each in schema.returns):
         return True
     return all(leaf is None for leaf in pytree.tree_leaves(out))
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times" if count else "never"
 
 
 def _may_draw(func: Any) -> bool:

@@ -93,6 +93,11 @@ class Room:
                 return
             self._has_acted = True
 
+    def clear(self) -> None:
+        """Wait for every copy out."""
+        while self.runtime.drop_oldest():
+            self._has_acted = True
+
     def allows(self, nbytes: int, coming: Sequence[Moment]) -> bool:
         """Say whether a reload of so many bytes may be started now, to be asked for after the moments of `coming`."""
         self._running_ahead()

@@ -83,16 +83,29 @@ TABLE: dict[tuple[State, Act], State] = {
 }
 
 
+def version_of(*tensors: torch.Tensor) -> int:
+    """Count the changes in place that autograd knows of, over all the given tensors; it only grows."""
+    return sum(tensor._version for tensor in tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Hold an alias of a source, and the version it had when it was saved: autograd counts changes in place."""
+    """Hold aliases of a source, and the version it had when it was saved: autograd counts changes in place.
 
-    tensor: torch.Tensor
+    A tensor that wraps another has a count of its own, so there are two aliases, and the version is the sum.
+    """
+
+    aliases: tuple[torch.Tensor, ...]
     version: int
+
+    @classmethod
+    def over(cls, *tensors: torch.Tensor) -> Watch:
+        """Watch over these tensors from now on."""
+        return cls(tuple(tensor.detach() for tensor in tensors), version_of(*tensors))
 
     def holds(self) -> bool:
         """Say whether nobody has changed the source since."""
-        return self.tensor._version == self.version
+        return version_of(*self.aliases) == self.version
 
 
 @dataclass(slots=True)

@@ -70,6 +70,11 @@ class SavedTensorsStats:
     notes: tuple[str, ...] = ()
 
     @property
+    def packed_nbytes(self) -> int:
+        """Count the bytes that were shown, each storage once a forward: those that moved and those that stayed."""
+        return self.moved_nbytes + self.kept_nbytes
+
+    @property
     def kept_nbytes(self) -> int:
         """Count the bytes that stayed, over all reasons."""
         return sum(self.kept_nbytes_by_reason.values())

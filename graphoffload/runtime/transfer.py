@@ -15,7 +15,6 @@ back as *orphans* through their owner's end, and are let go at the next call, be
 
 from __future__ import annotations
 
-import enum
 import itertools
 import threading
 import weakref
@@ -30,6 +29,7 @@ from graphoffload.errors import SlotError
 from graphoffload.ordering.alphabet import reload as reload_resource
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
 from graphoffload.runtime.device import Device, extent_nbytes, flat_bytes, with_lazy_bits
+from graphoffload.runtime.edges import Edge as Edge
 from graphoffload.runtime.log import RuntimeLog
 from graphoffload.runtime.memory import Token, later_of
 from graphoffload.runtime.pinned import PinnedPool
@@ -40,20 +40,6 @@ from graphoffload.runtime.stats import TransferStats
 IN_FLIGHT_NBYTES = 4 << 30
 """The bound on bytes in flight where nobody gave one: 80 ms of copying at 55 GB/s, more than the pause between two graphs of
 a step, so that a release at the end of a graph does not stall, and little beside the memory of a device that trains."""
-
-
-class Edge(enum.Enum):
-    """Name each wait by what would go wrong without it."""
-
-    PRODUCED = "the source is computed"
-    VACATED = "the slot's memory is no longer read for an earlier slot"
-    DEPARTED = "the source is copied out"
-    BOUNDED = "the bytes in flight are bounded"
-    ALLOCATED = "the memory is no longer used by earlier compute"
-    COMPLETE = "the slot's own copy out has ended"
-    ARRIVED = "the reload has ended"
-    ABANDONED = "a copy that nobody waits for has ended"
-    SEEN = "the host saw that the source is copied out"
 
 
 class Runtime:

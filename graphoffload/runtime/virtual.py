@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from graphoffload._torch import StorageWeakRef, storage_use_count
+from graphoffload._torch import storage_use_count
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
 from graphoffload.runtime.chunks import RegisteredChunks
 from graphoffload.runtime.device import BeforeCopy, MemoryReading, extent_nbytes
@@ -190,8 +191,11 @@ class Ledger:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_nbytes = 0
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._live_nbytes = 0
         self._seen_nbytes = 0
+        self._gone: deque[int] = deque()  # a callback may run anywhere, so it only leaves a note
         self._lock = threading.Lock()  # two threads may run graphs on one device
 
     def tick(self, label: str, tensors: Iterable[torch.Tensor]) -> int:
@@ -201,6 +205,7 @@ class Ledger:
                 self._see(tensor)
             nbytes = self._count()
             self.samples.append(Sample(label, nbytes))
+            self.peak_nbytes = max(self.peak_nbytes, nbytes)
             return nbytes
 
     def reading(self) -> MemoryReading:
@@ -213,24 +218,23 @@ class Ledger:
         with self._lock:
             self.samples.clear()
             self._live.clear()
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Return the largest sample; 0 without samples."""
-        return max((sample.nbytes for sample in self.samples), default=0)
+            self._gone.clear()
+            self._live_nbytes = self.peak_nbytes = 0
 
     def _count(self) -> int:
-        gone = [key for key, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
-        for key in gone:
-            del self._live[key]
-        return sum(nbytes for _, nbytes in self._live.values())
+        while self._gone:
+            self._live_nbytes -= self._live.pop(self._gone.popleft())[1]
+        return self._live_nbytes
 
     def _see(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_slot(tensor):
             return
+        self._count()  # first, since the address of one that is gone may be that of this one
         storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        # The weak reference pins the storage's identity, so a key cannot come to mean another storage.
-        if reference.cdata not in self._live:
-            self._live[reference.cdata] = (reference, storage.nbytes())
+        address = storage._cdata
+        if address not in self._live:
+            # torch keeps one Python object for a storage as long as the storage lives.
+            reference = weakref.ref(storage, lambda _: self._gone.append(address))
+            self._live[address] = (reference, storage.nbytes())
+            self._live_nbytes += storage.nbytes()
             self._seen_nbytes += storage.nbytes()

@@ -78,13 +78,28 @@ Call = Callable[[OpInfo, SampleInput], Any]
 
 def samples_of(op: OpInfo, dtype: torch.dtype, call: Call) -> list[SampleInput]:
     """Make the samples, always the same ones: those with the most bytes first where not all are taken."""
-    torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
+    seed(0)
+    # Not `op.sample_inputs`, which looks through the whole stack for the test that called it, and seeds anew each time.
+    samples = list(op.sample_inputs_func(op, "cpu", dtype, True))
+    if LONG and dtype.is_complex and op.test_conjugated_samples:
+        samples += [conjugated(sample) for sample in op.sample_inputs_func(op, "cpu", dtype, True)]
     if call is in_place:
         samples = [sample for sample in samples if fits_in_place(op, sample)]
     if SAMPLES is not None:
         samples = sorted(samples, key=nbytes_of, reverse=True)[:SAMPLES]
     return samples
+
+
+def seed(number: int) -> None:
+    # Not `torch.manual_seed`, which on a machine without accelerators keeps a note, with a stack, for each of their kinds.
+    torch.default_generator.manual_seed(number)
+
+
+def conjugated(sample: SampleInput) -> SampleInput:
+    """Make the input a lazy conjugate, whose bytes are not its values."""
+    if isinstance(sample.input, torch.Tensor) and sample.input.layout is torch.strided:
+        sample.input = sample.input.detach().conj().requires_grad_(sample.input.requires_grad)
+    return sample
 
 
 def nbytes_of(sample: SampleInput) -> int:
@@ -106,7 +121,7 @@ def in_place(op: OpInfo, sample: SampleInput) -> Any:
 
 def fits_in_place(op: OpInfo, sample: SampleInput) -> bool:
     """Say whether the result has the shape and dtype of the input: in place it cannot be another."""
-    torch.manual_seed(1)
+    seed(1)
     with torch.no_grad():
         result = as_it_is(op, sample)
     return (result.shape, result.dtype) == (sample.input.shape, sample.input.dtype)
@@ -114,7 +129,7 @@ def fits_in_place(op: OpInfo, sample: SampleInput) -> bool:
 
 def train(op: OpInfo, sample: SampleInput, call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Return copies of the outputs, and the gradients of all inputs for random gradients of the outputs."""
-    torch.manual_seed(1)
+    seed(1)
     result = call(op, sample)
     if sample.output_process_fn_grad is not None:
         # Makes the part of the result that has a well-defined gradient, such as the absolute values of eigenvectors.
