@@ -64,18 +64,18 @@ class _Thread(threading.local):
 class saved_tensors:  # noqa: N801  # named as torch names such contexts
     """Keep or offload, inside the block, the tensors that autograd saves for backward.
 
-    ```python
-    with graphoffload.saved_tensors(policies.OffloadAll(), model=model):
-        loss = model(batch)
-    loss.backward()
-    ```
+    ::
 
-    policy: decides for every saved tensor. Facts that eager code cannot know, it may not need: see `docs/eager.md`.
-    model: its parameters and buffers are known by their memory and never move, and what is learnt in one step (order of
-        return, how much may run ahead) and the pinned memory live as long as it does. Without it they live as long as the
-        code that makes the context. Needed for policies that choose by module.
-    machine: a `Machine` or the name of one, for its budgets: `host_budget_nbytes` is never passed (what does not fit stays
-        on the device), `in_flight_nbytes` bounds what is on its way out; default: the device's own, without budgets.
+        with graphoffload.saved_tensors(policies.OffloadAll(), model=model):
+            loss = model(batch)
+        loss.backward()
+
+    - policy: decides for every saved tensor. Facts that eager code cannot know, it may not need: see `docs/eager.md`.
+    - model: its parameters and buffers are known by their memory and never move, and what is learnt in one step (order of
+      return, how much may run ahead) and the pinned memory live as long as it does. Without it they live as long as the
+      code that makes the context. Needed for policies that choose by module.
+    - machine: a `Machine` or the name of one, for its budgets: `host_budget_nbytes` is never passed (what does not fit stays
+      on the device), `in_flight_nbytes` bounds what is on its way out; default: the device's own, without budgets.
 
     Gradients are those of plain PyTorch, to the bit. A saved tensor that stays and is changed in place makes backward raise,
     as without the context. One that moves keeps its old value, or backward raises, if the copy may not have been whole.
@@ -117,6 +117,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         stack = contextlib.ExitStack()
         if self._paths is not None and self._model is not None:
             stack.enter_context(self._paths.following(self._model))
+        for room in self._learnt.rooms:
+            room.runtime.tidy()  # a forward whose loss was dropped may have left sources in flight
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
         here.entered.append((stack, self._tally.packed, self._tally.moved))
         here.episode = None
@@ -180,6 +182,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
                 with self._learnt.lock:
                     self._close(episode)
                     if packed.stirs and (rooms := self._learnt.rooms):
+                        packed.stirs = False  # once: a graph may be run backward a thousand times
                         episode.unpacking.append(rooms[0].moment())
                         self._run_ahead(episode)
             return packed.get()
@@ -284,14 +287,17 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         name = type(self._policy).__name__
         if value.tag != MUST and forbids(self._policy, value, ledger):
             return f"{name} forbids moving it"
-        action = ask_with_tag(self._policy, value, ledger).action
+        answer = ask_with_tag(self._policy, value, ledger)
+        action = answer.action
         if action is Action.RECOMPUTE:
             self._tally.note(
                 f"{name} asks to recompute, which has no effect in eager code: wrap that part of the model in "
                 "torch.utils.checkpoint.checkpoint"
             )
             return f"{name} says recompute, which eager code cannot do by itself"
-        return "" if action is Action.OFFLOAD else f"{name} keeps it"
+        if action is Action.KEEP:
+            return answer.reason
+        return "" if action is Action.OFFLOAD else f"{name} does not ask for it"
 
     def _warn_of_nothing(self) -> None:
         learnt = self._learnt
@@ -316,7 +322,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         if parcel.is_torn():
             raise share.changed_in_place()
         with unseen():
-            if share.place not in episode.came:
+            is_first = share.place not in episode.came
+            if is_first:
                 episode.note(share.place)
                 self._learnt.mark(episode, share.place, parcel)
                 if parcel.was_changed() and episode.program is not None:
@@ -333,7 +340,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             if not at_hand:
                 self._tally.reload(parcel.nbytes)
                 _with_memory(room, parcel.start)
-            episode.unpacking.append(room.moment())
+            if is_first:
+                episode.unpacking.append(room.moment())
             # Before the wait for this one: the next copy then starts as soon as this one has ended.
             self._run_ahead(episode)
             memory = parcel.memory()

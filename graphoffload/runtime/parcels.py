@@ -12,7 +12,6 @@ view of it, or the user, keeps it, and the allocator gives it to nobody else bef
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from graphoffload.errors import SlotError
 from graphoffload.runtime.device import extent_nbytes
 from graphoffload.runtime.foresight import Episode as AnyEpisode
 from graphoffload.runtime.room import Moment, Room
-from graphoffload.runtime.slots import Slot, Watch, find_owner, version_of
+from graphoffload.runtime.slots import Slot, Watch, find_owner
 
 _WHOLE = 4
 """A view moves its whole storage if it shows at least one part in this many of it; the views that follow then come along."""
@@ -103,10 +102,9 @@ class Share:
 
     def changed_in_place(self) -> RuntimeError:
         """Return the error for a source that was changed before its copy had ended."""
-        watch = self.parcel.slot.watch
-        now = self.parcel.version + 1 if watch is None else version_of(*watch.aliases)
+        watch = self.parcel.watch
         like = torch.empty(0, dtype=self.dtype, device=self.parcel.room.runtime.device.device)
-        return changed_in_place(f"{like.type()} {list(self.size)}", self.parcel.version, now, self.maker)
+        return changed_in_place(f"{like.type()} {list(self.size)}", watch.version, watch.now(), self.maker)
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
         """Return this tensor on the parcel's bytes: the size, stride, offset, type and lazy bits that were packed."""
@@ -136,7 +134,6 @@ class Parcel:
         "_home",
         "_is_ready",
         "_version",
-        "_watched",
         "ahead",
         "awaited",
         "begin",
@@ -147,7 +144,7 @@ class Parcel:
         "place",
         "room",
         "slot",
-        "version",
+        "watch",
     )
 
     def __init__(
@@ -169,10 +166,9 @@ class Parcel:
         self.room = room
         self.episode = episode
         self.place = place
-        self.version = version_of(*watched)
+        self.watch = Watch.over(*watched)
         # The storage's address must not come to mean another storage while this parcel can be found by it.
         self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._watched = tuple(weakref.ref(one) for one in watched)
         self.awaited = 0
         self.ahead = False
         self._dest: torch.Tensor | None = None
@@ -183,7 +179,7 @@ class Parcel:
         runtime = room.runtime
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(storage, self.begin, (self.end - self.begin,), (1,))
-        self.host = runtime.offload(flat, "saved", watch=Watch.over(*watched))
+        self.host = runtime.offload(flat, "saved", watch=self.watch)
         owner = find_owner(self.host)
         if owner is None:
             raise SlotError("an offloaded storage has no slot")
@@ -218,12 +214,11 @@ class Parcel:
     def covers(self, tensor: torch.Tensor, version: int) -> bool:
         """Say whether the tensor, on the same storage, lies inside what moved, as it was then."""
         begin = tensor.storage_offset() * tensor.element_size()
-        return self.version == version and self.begin <= begin and begin + extent_nbytes(tensor) <= self.end
+        return self.watch.version == version and self.begin <= begin and begin + extent_nbytes(tensor) <= self.end
 
     def was_changed(self) -> bool:
-        """Say whether the source is known to have been changed in place since it was packed."""
-        alive = [tensor for reference in self._watched if (tensor := reference()) is not None]
-        return len(alive) == len(self._watched) and version_of(*alive) != self.version
+        """Say whether the source was changed in place since it was packed."""
+        return not self.watch.holds()
 
     def start(self) -> None:
         """Start the reload."""

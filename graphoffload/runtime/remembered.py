@@ -172,8 +172,8 @@ class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packed = home.pack(alias, tag=tag)
         if tag == MUST and isinstance(packed, Kept):
             raise PolicyError(
-                f"a value tagged {MUST} cannot be offloaded: a value that was saved earlier keeps its memory on the device. Tag "
-                "the operator that made the memory, or let the policy around move that value too"
+                f"a value tagged {MUST} cannot be offloaded: a value that was saved earlier keeps its memory on the device. "
+                "Tag the operator that made the memory, or let the policy around move that value too"
             )
         return _Value(packed, home, probe, version)
 

@@ -34,24 +34,24 @@ _RESPECT = "respect_saved_tensors_hooks"
 def create_selective_checkpoint_contexts(
     policy_fn_or_ops: PolicyFunction | Collection[Any], *, allow_cache_entry_mutation: bool = False
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Make the two contexts of a selective checkpoint, as torch's function of this name, with *_CPU_OFFLOAD at work.
+    """Make the two contexts of a selective checkpoint, as torch's of this name, with `*_CPU_OFFLOAD` at work.
 
-    ```python
-    def policy_fn(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    ::
 
-    context_fn = functools.partial(graphoffload.create_selective_checkpoint_contexts, policy_fn)
-    y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
-    ```
+        def policy_fn(ctx, op, *args, **kwargs):
+            return CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
-    policy_fn_or_ops: called once for each operator in forward, as torch calls it; or the operators to save (MUST_SAVE), the
-        others being PREFER_RECOMPUTE.
-    allow_cache_entry_mutation: do not raise in backward when a remembered result was changed in place since. One that
-        moved to the host comes back as it was; one that stayed is as it is now, as with torch's contexts.
+        context_fn = functools.partial(graphoffload.create_selective_checkpoint_contexts, policy_fn)
+        y = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
 
-    *_SAVE: the result is a saved value like any other, and the policy of the surrounding `saved_tensors` decides about it
+    - policy_fn_or_ops: called once for each operator in forward, as torch calls it; or the operators to save (MUST_SAVE),
+      the others being PREFER_RECOMPUTE.
+    - allow_cache_entry_mutation: do not raise in backward when a remembered result was changed in place since. One that
+      moved to the host comes back as it was; one that stayed is as it is now, as with torch's contexts.
+
+    `*_SAVE`: the result is a saved value like any other, and the policy of the surrounding `saved_tensors` decides about it
     (torch's own contexts show theirs to nobody before torch 2.14, and from there on with `respect_saved_tensors_hooks`,
-    which says nothing about these); without a surrounding context it stays on the device. *_CPU_OFFLOAD: likewise; without
+    which says nothing about these); without a surrounding context it stays on the device. `*_CPU_OFFLOAD`: likewise; without
     a surrounding context the result is moved to the host all the same, but what the context would learn from step to step
     about the order across regions is not there, so reloads are later. In backward moved results come back. Under
     torch.compile the tags reach the compiler as with torch's contexts, and the graphoffload backend honours them.

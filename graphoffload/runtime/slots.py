@@ -90,22 +90,34 @@ def version_of(*tensors: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Hold aliases of a source, and the version it had when it was saved: autograd counts changes in place.
+    """Tell whether a source was changed in place since it was saved: autograd counts such changes.
 
-    A tensor that wraps another has a count of its own, so there are two aliases, and the version is the sum.
+    `probes` share the counters of the source and of what wraps it, but hold none of its memory, so they may live on after it
+    was let go. The version is the sum of the counts, which only grows.
     """
 
-    aliases: tuple[torch.Tensor, ...]
+    probes: tuple[torch.Tensor, ...]
     version: int
 
     @classmethod
     def over(cls, *tensors: torch.Tensor) -> Watch:
         """Watch over these tensors from now on."""
-        return cls(tuple(tensor.detach() for tensor in tensors), version_of(*tensors))
+        return cls(tuple(_probe(tensor) for tensor in tensors), version_of(*tensors))
+
+    def now(self) -> int:
+        """Return the present version."""
+        return version_of(*self.probes)
 
     def holds(self) -> bool:
         """Say whether nobody has changed the source since."""
-        return version_of(*self.aliases) == self.version
+        return self.now() == self.version
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor:
+    probe = tensor.detach()
+    if type(tensor) is torch.Tensor:  # a wrapper has no memory of its own, and what it wraps is watched as well
+        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
 
 
 @dataclass(slots=True)

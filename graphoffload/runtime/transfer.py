@@ -246,6 +246,12 @@ class Runtime:
             self._let_orphans_go()
             return self.pool.trim()
 
+    def tidy(self) -> None:
+        """Let go of what was only kept for copies that the host sees to have ended."""
+        with self._lock:
+            self._let_orphans_go()
+            self._drop_seen()
+
     def synchronize(self) -> None:
         """Make the host wait for every copy, and let go of all that was only kept for copies."""
         with self._lock:

@@ -114,6 +114,16 @@ def as_it_is(op: OpInfo, sample: SampleInput) -> Any:
     return op(sample.input, *sample.args, **sample.kwargs)
 
 
+def of_copies(op: OpInfo, sample: SampleInput) -> Any:
+    """Run on copies that nobody but autograd has afterwards, so that what leaves the device is really gone there."""
+
+    def copied(leaf: Any) -> Any:
+        plain = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided
+        return leaf.clone() if plain else leaf
+
+    return op(*pytree.tree_map(copied, (sample.input, *sample.args)), **pytree.tree_map(copied, sample.kwargs))
+
+
 def in_place(op: OpInfo, sample: SampleInput) -> Any:
     """Change a copy of the input, since a leaf may not be changed; nobody but autograd has the copy afterwards."""
     return op.inplace_variant(sample.input.clone(), *sample.args, **sample.kwargs)
@@ -192,6 +202,7 @@ def named(op: OpInfo) -> str:
 def test_operator(op):
     for dtype in dtypes_of(op):
         sweep(op, dtype, as_it_is)
+        sweep(op, dtype, of_copies)
 
 
 @pytest.mark.parametrize("op", IN_PLACE, ids=named)
