@@ -53,6 +53,8 @@ def save_on_cpu(model: nn.Module) -> Contexts:
 
 
 def _load(variable: str, name: str, needs: dict[str, dict[str, Any]]) -> types.ModuleType:
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        raise SystemExit("the peers' contexts need an accelerator, and this machine has none")
     path = os.environ.get(variable)
     if not path or not Path(path).is_file():
         found = f"it is {path!r}, which is not a file" if path else "it is not set"

@@ -87,7 +87,7 @@ def _torch_own(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _w2(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    steps = {"workload": "W2", "layers": arguments.w2_layers, "steps": 2, "warmup": 1}
+    steps = {"workload": "W2", "layers": arguments.w2_layers, "steps": 2, "warmup": 2}
     yield _row(arguments, {"variant": "eager + checkpoint", "role": "w2_checkpoint", "kind": "eager", **steps})
     ours = _ours(everything(arguments))
     yield _row(arguments, {"variant": "graphoffload, everything", "role": "w2_ours", **ours, **steps})

@@ -117,7 +117,7 @@ def test_moments_until_a_place_are_those_of_the_last_time(place: int | None):
         for now in (1, 2, 0):
             forward.episode.close()
             forward.episode.note(now)
-            forward.episode.unpacking.append(f"{step}{now}")
+            forward.episode.look(now, f"{step}{now}")
             if step == "y":
                 break
     # The second time, at its first unpack: place 2 is asked for next, place 0 last.

@@ -149,11 +149,15 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         with self._learnt.lock:
             episode = self._episode()
             body: Body | str = Body(tensor, None) if is_plain(tensor) else body_of(tensor)
+            if not isinstance(body, str) and not body.main.numel():
+                body = "it has no bytes"
             if isinstance(body, str):
+                if tag == MUST and tensor.numel():
+                    raise _cannot(body)
                 episode.enter((type(tensor), 0))
                 self._tally.packed += 1
                 self._tally.keep(body, 0)
-                return Kept(tensor, episode=episode, stirs=False)
+                return Kept(tensor, episode=episode, place=None)
             main = body.main
             place = episode.enter((main.dtype, main.ndim))
             storage = main.untyped_storage()
@@ -167,23 +171,23 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             if not why:
                 return self._place(tensor, body, storage, episode, place, tag)
             if tag == MUST:
-                raise PolicyError(f"a value tagged {MUST} cannot be offloaded: {why}. Take the tag away")
+                raise _cannot(why)
             if nbytes >= self._least and on_device(main.device):
                 room = self._learnt.room(main.device)
                 room.runtime.device.see("kept", (main,))
                 self._look(room, episode, place)
-            return self._keep(tensor, why, storage._cdata, nbytes)
+            return self._keep(tensor, why, storage, place)
 
     def unpack(self, packed: Kept | Share) -> torch.Tensor:
         """Return the tensor that `pack` took."""
         if isinstance(packed, Kept):
             episode = packed.episode
-            if episode is not None and (packed.stirs or not episode.closed):
+            if episode is not None and (packed.place is not None or not episode.closed):
                 with self._learnt.lock:
                     self._close(episode)
-                    if packed.stirs and (rooms := self._learnt.rooms):
-                        packed.stirs = False  # once: a graph may be run backward a thousand times
-                        episode.unpacking.append(rooms[0].moment())
+                    if packed.place is not None and (rooms := self._learnt.rooms):
+                        episode.look(packed.place, rooms[0].moment())
+                        packed.place = None  # once: a graph may be run backward a thousand times
                         self._run_ahead(episode)
             return packed.get()
         with self._learnt.lock:
@@ -199,9 +203,10 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             here.answers = {}
         return here.episode
 
-    def _keep(self, tensor: torch.Tensor, why: str, address: int, nbytes: int) -> Kept:
+    def _keep(self, tensor: torch.Tensor, why: str, storage: torch.UntypedStorage, place: int) -> Kept:
+        address, nbytes = storage._cdata, storage.nbytes()
         answers, version = self._thread.answers, tensor._version
-        kept = Kept(tensor, episode=self._thread.episode, stirs=nbytes >= self._least)
+        kept = Kept(tensor, episode=self._thread.episode, place=place if nbytes >= self._least else None)
         self._tally.packed += 1
         if self._answer_for(address, version) is None:
             # The first value on this storage: it is counted once. As long as that value lives, so does the storage, and its
@@ -239,9 +244,9 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             why = self._why_it_stays(main, storage, room, version=version, place=place, tag=tag)
             if why:
                 self._look(room, episode, place)
-                return self._keep(tensor, why, storage._cdata, storage.nbytes())
+                return self._keep(tensor, why, storage, place)
             with unseen():
-                wait = room.is_new or episode.is_mutated(place)
+                wait = room.is_new or episode.is_mutated(place) or not room.admits(storage.nbytes())
                 parcel = Parcel(main, storage, room, watched=watched, episode=episode, place=place, wait=wait)
                 self._look(room, episode, place)
             learnt.enlist(parcel, storage)
@@ -269,6 +274,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         """Ask the policy about a storage, once; return why it is not moved, or nothing if it is."""
         here, nbytes = self._thread, storage.nbytes()
         known = self._answer_for(storage._cdata, version)
+        if known is not None and tag == MUST:
+            raise _cannot(f"its memory was saved before and stays ({known})")
         if known is not None:
             return known  # an earlier value keeps this memory, so moving it now would free nothing
         value = value_of(main, nbytes, place=place, path=self._paths.current() if self._paths else "", tag=tag)
@@ -277,7 +284,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         if not why and budget is not None and room.runtime.pool.counts.in_use_nbytes + nbytes > budget:
             why = f"the host budget of {format_nbytes(budget)} is used"
             if tag == MUST:
-                raise PolicyError(f"a value tagged {MUST} cannot be offloaded: {why}. Raise the budget, or tag less")
+                raise _cannot(why)
         here.ledger = here.ledger.moved(nbytes, to=Action.KEEP if why else Action.OFFLOAD)
         if not why and tag != MUST and here.episode is not None and here.episode.is_late(place):
             why = "it comes back at once"
@@ -319,6 +326,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         parcel, episode = share.parcel, share.episode
         room = parcel.room
         self._close(episode)
+        if parcel.was_changed() and episode.program is not None:
+            episode.program.mutated.add(share.place)
         if parcel.is_torn():
             raise share.changed_in_place()
         with unseen():
@@ -326,8 +335,6 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             if is_first:
                 episode.note(share.place)
                 self._learnt.mark(episode, share.place, parcel)
-                if parcel.was_changed() and episode.program is not None:
-                    episode.program.mutated.add(share.place)
             at_hand = parcel.take()
             if not share.came:
                 share.came = True
@@ -341,7 +348,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
                 self._tally.reload(parcel.nbytes)
                 _with_memory(room, parcel.start)
             if is_first:
-                episode.unpacking.append(room.moment())
+                episode.look(share.place, room.moment())
             # Before the wait for this one: the next copy then starts as soon as this one has ended.
             self._run_ahead(episode)
             memory = parcel.memory()
@@ -366,11 +373,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
     def _start_expected(self, episode: Episode) -> None:
         for room in self._learnt.rooms:
             room.clear_sources(episode.until())
-        for place, parcel in episode.upcoming():
+        for index, (place, parcel) in enumerate(episode.upcoming()):
             room = parcel.room
             if parcel.has_source():
                 continue  # it need not come back as long as it has not left
-            if not room.allows(parcel.nbytes, episode.until(place)):
+            # The very next is started in any case; the others must not take its place.
+            if index and not room.allows(parcel.nbytes, episode.until(place)):
                 return
             try:
                 parcel.start()
@@ -383,6 +391,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             # The next call may be far off, and the queue must not keep what nobody will read.
             for room in self._learnt.rooms:
                 room.clear()
+
+
+def _cannot(why: str) -> PolicyError:
+    return PolicyError(
+        f"a value tagged {MUST} cannot be offloaded: {why}. Take the tag away, or tag it PREFER_CPU_OFFLOAD"
+    )
 
 
 def _with_memory(room: Room, start: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 
 import torch
 from torch import nn
@@ -70,8 +69,8 @@ def value_of(main: torch.Tensor, nbytes: int, *, place: int, path: str, tag: str
 
 def is_of_compiled_code() -> bool:
     """Say whether AOTAutograd's compiled function is saving: its frame is near the top of the stack then."""
-    frame: FrameType | None = sys._getframe(3)
-    for _ in range(4):
+    frame = sys._getframe(0).f_back
+    for _ in range(6):
         if frame is None:
             return False
         if frame.f_code.co_filename.endswith("_functorch/_aot_autograd/runtime_wrappers.py"):

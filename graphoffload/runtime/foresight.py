@@ -69,6 +69,7 @@ class Episode(Generic[Parcel, Moment]):
     _last_unpacking: list[Moment] = field(default_factory=list)
     _last_positions: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
+    _now: int = 0
 
     def enter(self, key: Hashable) -> int:
         """Note a pack; return its place."""
@@ -99,10 +100,16 @@ class Episode(Generic[Parcel, Moment]):
             program.unpacking, program.positions = self.unpacking, self.positions
 
     def note(self, place: int) -> None:
-        """Note the first unpack of a place, before the moment of that unpack."""
+        """Note the first unpack of a parcel's place."""
         self.came.add(place)
         self.order.append(place)
-        self.positions[place] = len(self.unpacking)
+
+    def look(self, place: int, moment: Moment) -> None:
+        """Note the moment of an unpack, of a parcel or of a large value that was kept."""
+        self.positions.setdefault(place, len(self.unpacking))
+        self.unpacking.append(moment)
+        # By place: where one more value is kept than the last time, the others are still found.
+        self._now = self._last_positions.get(place, self._now)
 
     def is_over(self) -> bool:
         """Say whether all that was expected has come back, is on its way, or is gone."""
@@ -115,9 +122,8 @@ class Episode(Generic[Parcel, Moment]):
 
     def until(self, place: int | None = None) -> Sequence[Moment]:
         """Return the moments of the last time from the present unpack to the one that asks for a place; or just this one."""
-        now = max(len(self.unpacking) - 1, 0)
-        end = now + 1 if place is None else self._last_positions.get(place, 0)
-        return self._last_unpacking[now:end]
+        end = self._now + 1 if place is None else self._last_positions.get(place, 0)
+        return self._last_unpacking[self._now : end]
 
     def upcoming(self) -> Iterator[tuple[int, Parcel]]:
         """Go through the parcels that are expected next and that are neither back nor on their way, with their places."""

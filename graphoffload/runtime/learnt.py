@@ -97,6 +97,8 @@ class Learnt:
             if spare < trip:
                 # It was needed before it could have come back: it would wait, or never have left. Not started again.
                 program.late.add(place)
+        for room in self.rooms:
+            room.is_learning = room.is_learning and room.is_new
         return self.foresight.begin()
 
     def _forget(self) -> None:

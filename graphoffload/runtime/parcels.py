@@ -37,18 +37,18 @@ class Kept:
     """Hold a tensor that stays, and see at unpack whether it was changed in place: hooks switch autograd's own check off.
 
     What has a history is held detached, for autograd would never free a value that holds itself; a leaf is held as it is,
-    as autograd does without hooks.
+    as autograd does without hooks. `place`: where in the episode it was packed, for a large one that was not unpacked yet.
     """
 
-    __slots__ = ("__weakref__", "episode", "maker", "stirs", "tensor", "version")
+    __slots__ = ("__weakref__", "episode", "maker", "place", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, *, episode: Episode | None, stirs: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, *, episode: Episode | None, place: int | None) -> None:
         maker = tensor.grad_fn
         self.maker = None if maker is None else f"output {tensor.output_nr} of {maker.name()}"
         self.tensor = tensor if maker is None else tensor.detach()
         self.version = tensor._version
         self.episode = episode
-        self.stirs = stirs
+        self.place = place
 
     def get(self) -> torch.Tensor:
         """Return the tensor; raise what autograd raises if it was changed in place."""

@@ -116,12 +116,13 @@ class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        before = _generator_states(args, kwargs) if _may_draw(func) else ()
+        may_draw = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        before = _generator_states(args, kwargs) if may_draw else None
         out = func(*args, **kwargs)
         tag = self._tag(func, out, args, kwargs)
         entry: Any = _AGAIN
         if tag in _REMEMBER and not _returns_what_it_wrote(func, out):
-            drew = bool(before) and not _are_equal(before, _generator_states(args, kwargs))
+            drew = may_draw and not _are_equal(before, _generator_states(args, kwargs))
             entry = _Results(self._remember(func, out, tag), drew)
         elif tag.name == MUST:
             raise PolicyError(
@@ -276,12 +277,8 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times" if count else "never"
 
 
-def _may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-def _generator_states(args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states of the generators that an operator may draw from; empty where they cannot be had."""
+def _generator_states(args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
+    """Return the states of the generators that an operator may draw from; None while a CUDA graph holds them."""
     leaves = pytree.tree_leaves((args, kwargs))
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     devices |= {leaf for leaf in leaves if isinstance(leaf, torch.device)} or {torch.device("cpu")}
@@ -291,12 +288,17 @@ def _generator_states(args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
         for device in sorted(devices, key=str):
             if device.type == "cpu":
                 states.append(torch.get_rng_state())
+            elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
             elif device.type != "meta":
                 states.append(torch.get_device_module(device).get_rng_state(device))
         return tuple(states)
 
 
-def _are_equal(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+def _are_equal(some: tuple[torch.Tensor, ...] | None, others: tuple[torch.Tensor, ...] | None) -> bool:
+    """Say whether no generator has moved on, as far as that can be known."""
+    if some is None or others is None:
+        return False
     with unseen():
         return all(map(torch.equal, some, others))
 

@@ -5,8 +5,7 @@ is under way, and reloads that nobody has asked for yet. At each *moment*, a pac
 without those is noted, and at the next moment how far it may have risen in between: what a moment *needs* is the two
 together. The *ceiling* is the most that any moment has needed: the program reaches it whatever we do. A program that comes
 again needs at each moment about what it needed the last time, so what runs ahead may fill the rest up to the ceiling, and
-costs no memory at the peak. Above it sources are waited for and no reload is started early, but for one, so that there is
-always a next.
+costs no memory at the peak. Above it sources are waited for, and no reload is started early but the very next.
 
 How far the level rose between two moments is not told by anybody; it is at most what was allocated in between, and at most
 what is missing to the allocator's peak at the end.
@@ -37,7 +36,8 @@ class Moment:
 class Room:
     """Hold the ceiling of one device, and what is reloaded ahead on it, in bytes. `bound` holds where there is no level.
 
-    `is_new` until the first forward on the device has ended. `given_up`: reloads ahead whose parcels are gone.
+    `in_flight_bound` is the user's, for sources. `is_new` until the first forward on the device has ended, `is_learning`
+    until the second begins. `given_up`: reloads ahead whose parcels are gone.
     """
 
     runtime: Runtime
@@ -45,6 +45,7 @@ class Room:
     in_flight_bound: int | None = None
     seconds_per_byte: float = 0.0
     is_new: bool = True
+    is_learning: bool = True
     ceiling_nbytes: int = 0
     ahead_nbytes: int = 0
     ahead_peak_nbytes: int = 0
@@ -52,6 +53,7 @@ class Room:
     _open: Moment | None = None
     _at: MemoryReading | None = None
     _has_acted: bool = False
+    _ran_ahead: bool = False
 
     def moment(self) -> Moment:
         """Note a moment, and end the one before. Run ahead only now, and call `go_on` then."""
@@ -61,7 +63,9 @@ class Room:
             before, at = self._open, self._at
             if before is not None and at is not None:
                 rise = max(min(now.total - at.total, now.peak - at.current), 0)
-                before.need_nbytes = before.level_nbytes + rise
+                need = before.level_nbytes + rise
+                # Where something ran ahead, the allocator's peak may be ours; the first time it is not.
+                before.need_nbytes = need if self.is_learning or not self._ran_ahead else min(need, self.ceiling_nbytes)
                 self.ceiling_nbytes = max(self.ceiling_nbytes, before.need_nbytes)
             self._open = moment
             self._begin(now)
@@ -76,20 +80,26 @@ class Room:
 
     def _begin(self, now: MemoryReading) -> None:
         self._at, self._has_acted = now, False
-        level = now.current - self._running_ahead()
+        ahead = self._running_ahead()
+        level, self._ran_ahead = now.current - ahead, ahead > 0
         self.ceiling_nbytes = max(self.ceiling_nbytes, level)
         if self._open is not None:
             self._open.level_nbytes = self._open.need_nbytes = level
+
+    def admits(self, nbytes: int) -> bool:
+        """Say whether one more source may be in flight under the user's bound, and let older ones go for it."""
+        if self.in_flight_bound is None:
+            return True
+        while self.runtime.sources_in_flight_nbytes + nbytes > self.in_flight_bound:
+            if not self.runtime.drop_oldest():
+                return False
+        return True
 
     def clear_sources(self, coming: Sequence[Moment] = ()) -> None:
         """Wait for the oldest copies out until there is room for what `coming`, last time, needed; or nothing is in flight."""
         need = self._rise(coming)
         while True:
-            flying = self.runtime.sources_in_flight_nbytes
-            over = self.in_flight_bound is not None and flying > self.in_flight_bound
-            if not (over or self._is_over(need)):
-                return
-            if not self.runtime.drop_oldest():
+            if not self._is_over(need) or not self.runtime.drop_oldest():
                 return
             self._has_acted = True
 
@@ -99,9 +109,8 @@ class Room:
             self._has_acted = True
 
     def allows(self, nbytes: int, coming: Sequence[Moment]) -> bool:
-        """Say whether a reload of so many bytes may be started now, to be asked for after the moments of `coming`."""
-        self._running_ahead()
-        return not self.ahead_nbytes or (bool(coming) and not self._is_over(nbytes + self._rise(coming), nbytes))
+        """Say whether there is room for a reload of so many bytes now, to be asked for after the moments of `coming`."""
+        return bool(coming) and not self._is_over(nbytes + self._rise(coming), nbytes)
 
     def enter(self, nbytes: int) -> None:
         """Count a reload that was started ahead."""

@@ -56,9 +56,9 @@ def create_selective_checkpoint_contexts(
     about the order across regions is not there, so reloads are later. In backward moved results come back. Under
     torch.compile the tags reach the compiler as with torch's contexts, and the graphoffload backend honours them.
 
-    Two things differ for the better: an operator that returns what it wrote to is always run again, for without it the
-    memory that it should change would be wrong; and a remembered operator that drew random numbers draws them once more in
-    backward, so that those after it draw theirs.
+    Two things differ for the better. An operator that returns what it wrote to is always run again (torch's refuse it in
+    backward, for what it changes would not be changed). A remembered operator that drew random numbers draws them once
+    more in backward, so that those after it draw theirs (with torch's they draw others, and gradients are wrong).
 
     Raises `UsageError` for something that is neither a function nor operators, and while the region runs for an answer
     that is no `CheckpointPolicy`; `PolicyError` where a result tagged MUST_CPU_OFFLOAD cannot be moved. In backward raises

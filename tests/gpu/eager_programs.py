@@ -19,6 +19,7 @@ MIB = 1 << 20
 LONG = 100_000_000  # cycles: some 50 ms, far longer than the copies and kernels of a test
 SHORT = 2_000_000  # some 1 ms
 ALL = OffloadAll(min_nbytes=0)
+BYTES = 16 * MIB  # the allocator gives such blocks exactly
 
 
 def slow(runtime: Runtime, *streams: str, cycles: int = SHORT) -> None:
@@ -60,6 +61,11 @@ def network(device: torch.device, *, depth: int = 4, width: int = 128, seed: int
 def batch(device: torch.device, *, seed: int = 0, width: int = 128) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(4, 256, width, device=device, generator=generator)
+
+
+def leaf(device: torch.device, nbytes: int = BYTES) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(nbytes // 4, device=device, generator=generator).requires_grad_()
 
 
 def chain(x: torch.Tensor, length: int = 8) -> torch.Tensor:

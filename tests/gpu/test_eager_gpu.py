@@ -182,7 +182,7 @@ def test_autocast(cuda: torch.device, runtime: Runtime) -> None:
     slow(runtime, D2H, H2D)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(cuda.type, torch.bfloat16):
             return model(x)
 
     for step in range(3):

@@ -1,15 +1,14 @@
-"""Scenarios of the eager path about memory: whose it is (rank 2), that it moves once, that the peak falls, and the bounds."""
+"""Scenarios of the eager path about memory: that it moves once, that the peak falls, and the bounds."""
 
 from __future__ import annotations
 
-import functools
+import gc
+import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from eager_training import (
     EVERYTHING,
-    OWNED,
     VIRTUAL,
     KeepsByItself,
     Moves,
@@ -22,7 +21,6 @@ from eager_training import (
 )
 from subjects import Block, Decoder, Mlp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from training import assert_same_bits, fresh
 
 import graphoffload
@@ -41,211 +39,6 @@ def device():
 @pytest.fixture
 def moves(device):
     return Moves.of(device)
-
-
-# --- rank 2: parameters and buffers ----------------------------------------------------------------------------------------
-
-
-class Lora(nn.Module):
-    """A frozen base, saved as a view because its input needs a gradient, and an adapter."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(16, 16)
-        self.base.requires_grad_(False)
-        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
-
-    def forward(self, x):
-        for _ in range(2):
-            x = (self.base(x) + self.up(self.down(x))).sin()
-        return x
-
-
-class Tied(nn.Module):
-    """An embedding whose weight is also the head's."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(16, 16)
-        self.embed = nn.Embedding(12, 16)
-        self.head = nn.Linear(16, 12, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        ids = x.detach().abs().argmax(-1) % 12
-        return self.head(self.mix(self.embed(ids) + x).sin()) + F.linear(x, self.embed.weight)
-
-
-class Sliced(nn.Module):
-    """A weight that is only ever used as some view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-
-    def forward(self, x):
-        x = (x @ self.weight.t()).sin() @ self.weight[:, 8:]
-        return (x @ self.weight.view(2, 8, 16)[1]).sin() * self.weight[3].exp().expand(4, -1) * self.weight.diagonal()
-
-
-class Buffered(nn.Module):
-    """Buffers saved as they are, as views, and through an operator that returns a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
-        self.register_buffer("scale", torch.rand(16).exp())
-        self.register_buffer("table", torch.randn(32, 16), persistent=False)
-
-    def forward(self, x):
-        x = self.linear(x) * self.scale + (self.linear(x).sin() @ self.table.t()) @ self.table
-        return self.norm(x) * self.table[4:8].unsqueeze(0).squeeze(0)
-
-
-OWNERS = {"frozen base": Lora, "tied head": Tied, "views of a weight": Sliced, "buffers": Buffered}
-
-
-def train(model, context):
-    x = rows(0)
-    with context:
-        y = model(x)
-    y.sum().backward()
-    return x.grad
-
-
-@pytest.mark.parametrize("regions", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("name", OWNERS)
-def test_no_byte_of_a_parameter_or_buffer_moves(device, moves, name, regions):
-    """Rank 2: what the model owns is known by its storage, however it is saved, in regions that are run again too."""
-    torch.manual_seed(0)
-    ours = OWNERS[name]()
-
-    def step(model, context):
-        x = rows(0)
-        with context:
-            y = checkpoint(model, x, use_reentrant=False) if regions else model(x)
-            y.sum().backward()
-        return x.grad
-
-    plain, context = fresh(ours), saving(ours)
-    for _ in range(3):
-        have, want = step(ours, context), step(plain, graphoffload.keep())
-        assert torch.equal(have, want)
-    assert_same_bits(gradients(ours), gradients(plain))
-    assert context.stats().moved
-    assert context.stats().kept_nbytes_by_reason[OWNED] > 0
-    assert moves.of_memory(*ours.parameters(), *ours.buffers()) == 0
-
-
-@pytest.mark.parametrize("name", ["frozen base", "tied head", "views of a weight"])
-def test_parameters_are_known_without_the_model(device, moves, name):
-    """Rank 2: by their type, and as the base of the views that are saved."""
-    torch.manual_seed(0)
-    model = OWNERS[name]()
-    for _ in range(3):
-        context = graphoffload.saved_tensors(EVERYTHING)
-        train(model, context)
-        assert context.stats().moved
-    assert moves.of_memory(*model.parameters()) == 0
-
-
-def test_a_parameter_that_is_pointed_elsewhere_between_steps(device, moves):
-    """Rank 2: sharded training points `.data` to other memory; the storages are read anew at each entering."""
-    torch.manual_seed(0)
-    model, weights = Sliced(), [torch.randn(16, 16) / 4 for _ in range(4)]
-    context = saving(model)
-    for weight in weights:
-        model.weight.data = weight
-        model.weight.grad = None
-        have = train(model, context)
-        plain = Sliced()
-        plain.weight.data = weight.clone()
-        want = train(plain, graphoffload.keep())
-        assert torch.equal(have, want)
-        assert torch.equal(model.weight.grad, plain.weight.grad)
-    assert moves.of_memory(*weights) == 0
-    assert context.stats().moved
-
-
-def test_a_parameter_that_is_pointed_elsewhere_inside_the_block(device, moves):
-    """Rank 2: gathered in the middle of forward, freed and gathered again: still a parameter, whatever its memory."""
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 16)
-    shards = [layer.weight.detach().clone() for _ in range(3)]
-    context = saving(layer)
-    for _ in range(3):
-        x = rows(0)
-        with context:
-            y = x * 1
-            for shard in shards:
-                layer.weight.data = shard
-                y = layer(y).sin()
-        y.sum().backward()
-    assert moves.of_memory(*shards) == 0
-    assert context.stats().moved
-
-
-class Flat(nn.Module):
-    """One flat parameter; before forward the layers' weights are set to views of it, as fully sharded training does."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in "123")
-        self.flat = nn.Parameter(torch.cat([layer.weight.detach().flatten() for layer in self.layers]) / 2)
-        for layer in self.layers:
-            del layer.weight
-
-    def forward(self, x):
-        for layer, part in zip(self.layers, self.flat.split(256), strict=True):
-            layer.weight = part.view(16, 16)
-            x = x + layer(x).sin()
-            del layer.weight
-        return x
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["with model", "without"])
-def test_weights_that_are_views_of_a_flat_parameter(device, moves, known):
-    """Rank 2: zero bytes, with the model given or not, also when the flat memory is another in each step."""
-    torch.manual_seed(0)
-    model = Flat()
-    plain, flats = fresh(model), []
-    for step in range(3):
-        context = graphoffload.saved_tensors(EVERYTHING, model=model if known else None)
-        flats.append(model.flat.detach().clone())
-        model.flat.data = flats[-1]
-        model.zero_grad()
-        plain.zero_grad()
-        assert torch.equal(train(model, context), train(plain, graphoffload.keep())), step
-        assert torch.equal(model.flat.grad, plain.flat.grad), step
-        assert context.stats().moved
-    assert moves.of_memory(*flats) == 0
-
-
-def test_modules_that_are_added_later_and_parts_of_the_model(device, moves):
-    """Parameters registered between steps count from the next entering on; so do those of a model's parts."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    context = saving(model)
-    for _ in range(3):
-        train(model, context)
-        model.append(nn.Linear(16, 16))
-        model[-1].register_buffer("extra", torch.rand(16))
-    assert moves.of_memory(*model.parameters(), *model.buffers()) == 0
-
-
-def test_a_copy_of_a_weight_is_no_weight(device, moves):
-    """What autocast makes of a weight is freed after forward like any activation, so it may move; the weight may not."""
-    torch.manual_seed(0)
-    model = Mlp()
-
-    def step(model, context):
-        x = rows(0)
-        with torch.autocast("cpu", dtype=torch.bfloat16), context:
-            loss = model(x).float().sum()
-        loss.backward()
-        return x.grad
-
-    assert same_as_plain(model, step).moved
 
 
 # --- once, and no more than it shows ---------------------------------------------------------------------------------------
@@ -337,7 +130,6 @@ def test_each_consumer_has_a_tensor_of_its_own(device):
         def backward(ctx, gradient):
             (x,) = ctx.saved_tensors
             seen.append((tuple(x.shape), x.stride(), x.storage_offset(), x))
-            assert not x.requires_grad
             x.t_() if x.ndim == 2 else x.unsqueeze_(0)
             return gradient.expand(seen[-1][0]).clone()
 
@@ -356,8 +148,15 @@ def test_each_consumer_has_a_tensor_of_its_own(device):
         looks = {(shape, stride) for shape, stride, _, _ in seen}
         assert looks == {((4, 16), (16, 1)), ((3, 8), (16, 2)), ((16, 4), (1, 16)), ((16,), (1,))}
         assert len({id(tensor) for *_, tensor in seen}) == 4
-        assert len({tensor.untyped_storage().data_ptr() for *_, tensor in seen}) == 1
         seen.clear()
+
+
+def train(model, context):
+    x = rows(0)
+    with context:
+        y = model(x)
+    y.sum().backward()
+    return x.grad
 
 
 # --- the peak, and the bounds ----------------------------------------------------------------------------------------------
@@ -376,26 +175,30 @@ def peak_of(device, model, context, *, steps, count=64):
     return peaks
 
 
+class Blocks(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.unsqueeze(0))
+
+
 @pytest.mark.parametrize(
-    "make", [functools.partial(Mlp, depth=12), lambda: nn.Sequential(*(Block() for _ in "123456"))]
+    ("make", "largest"),
+    [(lambda: Mlp(depth=12), 64 * ROW), (lambda: Blocks(*(Block() for _ in "123456")), 4 * 64 * ROW)],
+    ids=["mlp", "blocks"],
 )
-def test_the_peak_falls(device, make):
-    """Every step takes a fraction of the memory; the later ones, in which copies overlap, no more than the first."""
+def test_the_peak_falls(device, make, largest):
+    """Every step takes a fraction of the memory.
+
+    The later ones, in which copies overlap, take no more than the first but for the one reload that is always ahead.
+    """
     torch.manual_seed(0)
     model = make()
-
-    def run(*args):
-        x, context = args[0].unsqueeze(0) if isinstance(model, nn.Sequential) else args[0], None
-        return model(x)
-
-    kept = peak_of(device, run, saving(policy=KeepsByItself()), steps=2)
-    ours = peak_of(device, run, saving(model), steps=5)
+    kept = peak_of(device, model, saving(policy=KeepsByItself()), steps=2)
+    ours = peak_of(device, model, saving(model), steps=5)
     assert max(ours) < min(kept) / 2
-    assert max(ours[1:]) <= ours[0] * 1.1
-    assert graphoffload.keep is not None
+    assert max(ours[1:]) <= ours[0] + largest
 
 
-@pytest.mark.parametrize("budget", [0, 700, 2000, 5000])
+@pytest.mark.parametrize("budget", [0, 700, 2000, 3000])
 def test_the_host_budget_is_never_passed(device, budget):
     """Law 4: what does not fit stays on the device, with that reason, and all is right."""
     torch.manual_seed(0)
@@ -436,17 +239,17 @@ def test_the_devices_own_bound_in_flight_is_held():
     assert stats.in_flight_peak_nbytes <= 600
 
 
-def test_no_pinned_memory_left(device):
+def test_no_pinned_memory_left():
     """Rank 12: a device whose pinned memory is used up takes pageable memory, which is said once, and all is right."""
     torch.manual_seed(0)
     model = Mlp()
-    with offloading(host_budget_nbytes=1024):
+    want = plain_gradients(model, 0)
+    with offloading(host_budget_nbytes=300):
         context = saving(model)
         with pytest.warns(graphoffload.GraphOffloadWarning, match="could not be pinned"):
-            loss_of = train(model, context)
-        assert loss_of is not None
-        assert context.stats().pinned_peak_nbytes <= 1024
-    assert_same_bits(gradients(model), plain_gradients(model, 0))
+            train(model, context)
+        assert context.stats().pinned_peak_nbytes <= 300
+        assert_same_bits(gradients(model), want)
 
 
 def test_sizes_that_vary(device):
@@ -473,9 +276,6 @@ def test_sizes_that_vary(device):
 
 def test_everything_is_given_back_with_the_model(device):
     """What was learnt goes with the model, and nothing of ours keeps it, or what it computed, alive."""
-    import gc
-    import weakref
-
     torch.manual_seed(0)
     model = Decoder(depth=1)
     ids = torch.randint(32, (2, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import warnings
 from collections.abc import Callable
@@ -171,9 +172,7 @@ def test_our_contexts_are_seen_in_every_stage(x, respect):
 @pytest.mark.skipif(not RESPECTS, reason="torch.utils.checkpoint has no respect_saved_tensors_hooks before 2.14")
 def test_our_checkpoint_asks_torchs_contexts_to_show_theirs(x):
     context_fn = tagged(CheckpointPolicy.MUST_SAVE, torch_checkpoint.create_selective_checkpoint_contexts)
-    stats = assert_trains_as_plain(
-        Net(functools.partial(graphoffload.checkpoint, context_fn=context_fn)), x, steps=1
-    )
+    stats = assert_trains_as_plain(Net(functools.partial(graphoffload.checkpoint, context_fn=context_fn)), x, steps=1)
     assert stats.moved_nbytes == BASE + IN_REGIONS
 
 
@@ -202,6 +201,9 @@ def test_a_tag_that_cannot_be_honoured_is_loud(x):
     with pytest.raises(PolicyError, match="MUST_CPU_OFFLOAD") as caught:
         Net(ours(CheckpointPolicy.MUST_CPU_OFFLOAD))(x)
     assert "addmm" in "".join(caught.value.__notes__)
+    # Before torch 2.13 a checkpoint whose forward raised takes its hooks away only when the error is forgotten.
+    del caught
+    gc.collect()
     assert not saved_tensors_hooks_are_active()
     # PREFER is a wish.
     Net(ours(CheckpointPolicy.PREFER_CPU_OFFLOAD))(x).sum().backward()
