@@ -42,7 +42,11 @@ def _steps(by_role: dict[str, dict[str, Any]]) -> Iterator[Target]:
     ours, plain = by_role.get("partial"), by_role.get("eager")
     if ours and plain:
         yield _ratio(f"W1, {_gb(ours['moved_nbytes'])} moved: step against plain", ours, plain, 1.02)
-    for role, peer, name, bound in (("at_trl", "trl", "TRL", 0.70), ("everything", "torchtune", "torchtune", 0.75)):
+    for role, peer, name, bound in (
+        ("at_trl", "trl", "TRL", 0.70),
+        ("everything", "torchtune", "torchtune", 0.75),
+        ("tight", "torchtune", "torchtune", 0.75),
+    ):
         ours, other = by_role.get(role), by_role.get(peer)
         if ours and other:
             yield _peak(f"W1, {ours['variant']}: peak against {name}'s", ours, other)

@@ -18,7 +18,7 @@ GPU makes such a file. The workload is a Llama of 8 layers (hidden 4096, MLP 143
 *Peak* is the most device memory allocated, parameters and gradients included. *First step* is compilation from cold caches,
 pinning, and the step. Rows of one table are of one run.
 """
-EAGER_HEADER = """# Eager
+EAGER_HEADER = """## Eager
 
 `python benchmarks/w1_eager.py` makes these rows. W1 is the workload above, not compiled. W2 is LoRA (r = 16 on all
 projections) on 32 layers of the same shape, 1 x 32768 tokens, each layer checkpointed. Peaks are those after the first steps,
@@ -65,7 +65,7 @@ def _eager(rows: list[dict[str, Any]], date: str) -> list[str]:
     timed = [row for row in rows if "step_seconds" in row and row not in cost]
     compared = [row for row in rows if "comparison" in row]
     about = next((f", {row['device']}, torch {row['torch']}" for row in rows if "torch" in row), "")
-    parts = [f"## Run {rows[0]['run']}, {date}{about}\n"] if rows else []
+    parts = [f"### Run {rows[0]['run']}, {date}{about}\n"] if rows else []
     parts += [_eager_timed(timed)] if timed else []
     parts += [_compared(compared)] if compared else []
     parts += [_cost(cost)] if cost else []

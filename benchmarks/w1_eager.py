@@ -72,6 +72,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ("everything", "everything", everything(arguments)),
     ):
         yield _row(arguments, {"variant": f"graphoffload, {name}", "role": role, **_ours(policy)})
+    tight = {"variant": "graphoffload, everything, 512 MiB in flight", "role": "tight", "in_flight": "512MiB"}
+    yield _row(arguments, {**tight, **_ours(everything(arguments))})
 
 
 def _peers(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -114,13 +114,18 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
     def __enter__(self) -> saved_tensors:
         here = self._thread
         self._learnt.owned.refresh()
-        stack = contextlib.ExitStack()
-        if self._paths is not None and self._model is not None:
-            stack.enter_context(self._paths.following(self._model))
         for room in self._learnt.rooms:
             room.runtime.tidy()  # a forward whose loss was dropped may have left sources in flight
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-        here.entered.append((stack, self._tally.packed, self._tally.moved))
+        with contextlib.ExitStack() as stack:
+            if self._paths is not None and self._model is not None:
+                stack.enter_context(self._paths.following(self._model))
+            try:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            except RuntimeError as error:
+                _name_the_way_out(error)
+                raise
+            entered = stack.pop_all()
+        here.entered.append((entered, self._tally.packed, self._tally.moved))
         here.episode = None
         return self
 
@@ -129,11 +134,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         self._thread.episode = None
         stack.close()
         if error is not None:
-            if "saved tensor hooks" in str(error):
-                error.add_note(
-                    "graphoffload: torch.func does not work under saved-tensor hooks; wrap this part of the program in "
-                    "`with graphoffload.keep():`"
-                )
+            _name_the_way_out(error)
         elif self._tally.packed > packed and self._tally.moved == moved:
             self._warn_of_nothing()
 
@@ -391,6 +392,14 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             # The next call may be far off, and the queue must not keep what nobody will read.
             for room in self._learnt.rooms:
                 room.clear()
+
+
+def _name_the_way_out(error: BaseException) -> None:
+    if "saved tensor hooks" in str(error):
+        error.add_note(
+            "graphoffload: torch.func and saved-tensor hooks exclude each other; wrap the torch.func part of the program in "
+            "`with graphoffload.keep():`, outside of it"
+        )
 
 
 def _cannot(why: str) -> PolicyError:

@@ -1,10 +1,11 @@
-"""The eager path on a real device beside what else a program does: checkpointing, CUDA graphs, compiled regions, exceptions,
-host tensors, every layout.
+"""The eager path on a real device beside what else a program does: checkpointing, threads, CUDA graphs, compiled regions,
+exceptions, host tensors, every layout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,69 @@ def test_checkpointing(
         assert_equal(got, want)
     assert context.stats().moved > 0
     assert_nothing_left(runtime)
+
+
+# Threads
+
+
+def test_two_threads_with_models_of_their_own(cuda: torch.device, runtime: Runtime) -> None:
+    slow(runtime, D2H, H2D)
+    models = [network(cuda, depth=2, seed=seed).eval() for seed in range(2)]
+    inputs = [batch(cuda, seed=seed) for seed in range(2)]
+    wants = [gradients(model, x) for model, x in zip(models, inputs, strict=True)]
+    torch.accelerator.synchronize(cuda)
+    wrong: list[object] = []
+    start = threading.Barrier(2)
+
+    def train(index: int) -> None:
+        try:
+            context = saved_tensors(models[index])
+            with torch.Stream(device=cuda):
+                start.wait()
+                for _ in range(8):
+                    got = gradients(models[index], inputs[index], context, seed=None)
+                    wrong.extend(name for name in got if not torch.equal(got[name], wants[index][name]))
+        except Exception as error:  # noqa: BLE001  # a thread's error must reach the test
+            wrong.append(error)
+
+    _in_threads(train)
+    assert wrong == []
+    assert_nothing_left(runtime)
+
+
+def test_two_threads_with_one_context(cuda: torch.device, runtime: Runtime) -> None:
+    slow(runtime, D2H, H2D)
+    context = saved_tensors()
+    inputs = [batch(cuda, seed=seed).requires_grad_() for seed in range(2)]
+    wants = [torch.autograd.grad(chain(x, 4 + 4 * n).sum(), x)[0] for n, x in enumerate(inputs)]
+    torch.accelerator.synchronize(cuda)
+    wrong: list[object] = []
+    start = threading.Barrier(2)
+
+    def train(index: int) -> None:
+        try:
+            with torch.Stream(device=cuda):
+                start.wait()
+                for _ in range(10):
+                    with context:
+                        y = chain(inputs[index], 4 + 4 * index)
+                    found = torch.autograd.grad(y.sum(), inputs[index])[0]
+                    if not torch.equal(found, wants[index]):
+                        wrong.append(index)
+        except Exception as error:  # noqa: BLE001  # a thread's error must reach the test
+            wrong.append(error)
+
+    _in_threads(train)
+    assert wrong == []
+    assert_nothing_left(runtime)
+
+
+def _in_threads(train: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # What else a program does

@@ -11,6 +11,7 @@ import pytest
 import torch
 from eager_programs import (
     BYTES,
+    LONG,
     MIB,
     assert_nothing_left,
     chain,
@@ -41,20 +42,15 @@ LENGTH = 8
 def test_device_memory_falls_by_what_moved_and_host_memory_is_exact(cuda: torch.device, runtime: Runtime) -> None:
     x, context = leaf(cuda), saved_tensors()
     before = torch.cuda.memory_allocated(cuda)
-    for step in range(4):
+    for _ in range(4):
         moved = context.stats().moved_nbytes
         with context:
             y = chain(x, LENGTH)
         runtime.synchronize()  # what is in flight has arrived
-        moved = context.stats().moved_nbytes - moved
-        assert torch.cuda.memory_allocated(cuda) - before == BYTES + (LENGTH * BYTES - moved)
+        assert context.stats().moved_nbytes - moved == LENGTH * BYTES
+        assert torch.cuda.memory_allocated(cuda) - before == BYTES  # the result
         stats = runtime.stats()
-        assert stats.host_nbytes == moved
-        assert context.stats().host_nbytes == moved
-        if step == 0:
-            assert moved == LENGTH * BYTES
-            assert stats.pinned_nbytes == moved
-        assert moved >= (LENGTH - 2) * BYTES, "only what comes back at once may stay"
+        assert stats.host_nbytes == context.stats().host_nbytes == stats.pinned_nbytes == LENGTH * BYTES
         y.backward(torch.ones_like(y))
         x.grad = None
         del y
@@ -64,6 +60,32 @@ def test_device_memory_falls_by_what_moved_and_host_memory_is_exact(cuda: torch.
     assert stats.pinned_peak_nbytes <= 1.05 * stats.host_peak_nbytes
     assert stats.reloaded_nbytes <= stats.moved_nbytes
     assert runtime.stats().pageable_fallbacks == 0
+
+
+def test_what_comes_back_at_once_is_not_started_again(cuda: torch.device, runtime: Runtime) -> None:
+    del runtime.device.elapsed  # with the device's own clock
+    x = leaf(cuda)
+    want = torch.autograd.grad(chain(x, LENGTH).sum(), x)[0]
+    for pause in (0, LONG):
+        context = saved_tensors()
+        if not pause:
+            slow(runtime, D2H, H2D)
+        for _ in range(5):
+            with context:
+                y = chain(x, LENGTH)
+            if pause:
+                torch.cuda._sleep(pause)  # long enough for all to leave and to come back
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+            del y
+            torch.cuda.synchronize()  # the next forward sees how it was
+        runtime.device.before_copy = None
+        stats = context.stats()
+        kept = sum(nbytes for why, nbytes in stats.kept_nbytes_by_reason.items() if "at once" in why)
+        assert stats.moved_nbytes + kept == 5 * LENGTH * BYTES
+        assert (kept == 0) if pause else (kept > 0)
+        assert stats.exposed_seconds is not None
+        assert stats.exposed_seconds > 0
+    assert_nothing_left(runtime)
 
 
 def test_one_storage_saved_many_times_moves_once(cuda: torch.device, runtime: Runtime) -> None:
@@ -115,7 +137,7 @@ def test_fifty_steps_run_ahead_are_flat(cuda: torch.device, runtime: Runtime) ->
     stats = context.stats()
     assert stats.in_flight_peak_nbytes <= 4 * BYTES
     assert stats.pinned_peak_nbytes <= 1.05 * stats.host_peak_nbytes
-    assert stats.exposed_seconds is not None
+    assert stats.moved == 60 * LENGTH
 
 
 def test_two_hundred_steps_of_varying_sizes_pin_within_the_law(cuda: torch.device, runtime: Runtime) -> None:

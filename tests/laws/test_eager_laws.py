@@ -211,6 +211,10 @@ SEVERAL_IN_FLIGHT = (
     Call("forward"),
     Call("backward"),
 )
+REFUSALS = (
+    "modified by an inplace operation",  # a later forward has changed what an earlier one saved
+    "Trying to backward an extra time",  # selective checkpointing allows one backward
+)
 CHAIN = Program(
     (Step("linear"), Step("unary"), Step("norm", variant=1), Step("region", body=(Step("binary", 0, 1, 1),)))
 )
@@ -225,8 +229,8 @@ def test_any_order_of_calls(program: Program, sequence: tuple[Call, ...], policy
     try:
         want = play(program, sequence, program.module(), contextlib.nullcontext)
     except RuntimeError as refused:
-        # A later forward has changed what an earlier one saved; plain autograd has no result to compare with.
-        assume("modified by an inplace operation" not in str(refused))
+        # Plain autograd has no result to compare with.
+        assume(not any(refusal in str(refused) for refusal in REFUSALS))
         raise
     assume(all(is_finite(result) for result in want))
     with offloading(machine):

@@ -198,6 +198,23 @@ def test_the_peak_falls(device, make, largest):
     assert max(ours[1:]) <= ours[0] + largest
 
 
+def test_a_retained_graph_holds_host_memory_only(device):
+    """What came back is let go with the last reader of it, though the graph, and so the values, stay for another backward."""
+    torch.manual_seed(0)
+    model = Mlp(depth=12)
+    context = saving(model)
+    for _ in range(3):
+        with context:
+            loss = model(rows(0, count=64)).sum()
+        device.runtime.synchronize()
+        level = device.runtime.device.memory().current
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            device.runtime.synchronize()
+            assert device.runtime.device.memory().current <= level
+            assert device.stats().host_nbytes == 12 * 3 * 64 * ROW
+
+
 @pytest.mark.parametrize("budget", [0, 700, 2000, 3000])
 def test_the_host_budget_is_never_passed(device, budget):
     """Law 4: what does not fit stays on the device, with that reason, and all is right."""

@@ -392,6 +392,7 @@ def test_nothing_is_learnt_from_other_devices():
     model = Mlp()
     context = saving(model)
     for _ in range(3):
-        with virtual_device():
+        with virtual_device() as device:
             train(model, context)
+            assert device.stats().offloads == 9
     assert context.stats().moved == 27
