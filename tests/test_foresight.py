@@ -35,7 +35,7 @@ class Forward:
         if place not in self.episode.came:
             self.episode.note(place)
         self.things[place].is_coming = True
-        return [thing.name for _, thing in self.episode.upcoming()]
+        return [thing.name for _, thing, _ in self.episode.upcoming()]
 
 
 def test_an_unknown_program_is_expected_to_come_back_last_in_first_out():
@@ -78,6 +78,16 @@ def test_what_is_gone_or_on_its_way_is_not_expected():
     assert not forward.episode.is_over()
     forward.unpack(0)
     assert forward.episode.is_over()
+
+
+def test_the_very_next_is_the_one_that_no_other_is_on_its_way_before():
+    forward = Forward(Foresight(), "abcd")
+    assert forward.unpack(3) == ["c2", "b1", "a0"]
+    assert [is_next for *_, is_next in forward.episode.upcoming()] == [True, False, False]
+    forward.things[2].is_coming = True
+    assert [is_next for *_, is_next in forward.episode.upcoming()] == [False, False]
+    forward.unpack(2)
+    assert [is_next for *_, is_next in forward.episode.upcoming()] == [True, False]
 
 
 def test_what_was_learnt_of_a_place_is_known_while_the_same_beginning_is_packed():

@@ -374,12 +374,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
     def _start_expected(self, episode: Episode) -> None:
         for room in self._learnt.rooms:
             room.clear_sources(episode.until())
-        for index, (place, parcel) in enumerate(episode.upcoming()):
+        for place, parcel, is_next in episode.upcoming():
             room = parcel.room
             if parcel.has_source():
                 continue  # it need not come back as long as it has not left
             # The very next is started in any case; the others must not take its place.
-            if index and not room.allows(parcel.nbytes, episode.until(place)):
+            if not is_next and not room.allows(parcel.nbytes, episode.until(place)):
                 return
             try:
                 parcel.start()

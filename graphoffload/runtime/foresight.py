@@ -112,7 +112,7 @@ class Episode(Generic[Parcel, Moment]):
         self._now = self._last_positions.get(place, self._now)
 
     def is_over(self) -> bool:
-        """Say whether all that was expected has come back, is on its way, or is gone."""
+        """Say whether all that was expected has come back, or is gone."""
         return self._cursor >= len(self._expected)
 
     def after_pack(self, place: int) -> Sequence[Moment]:
@@ -125,19 +125,24 @@ class Episode(Generic[Parcel, Moment]):
         end = self._now + 1 if place is None else self._last_positions.get(place, 0)
         return self._last_unpacking[self._now : end]
 
-    def upcoming(self) -> Iterator[tuple[int, Parcel]]:
-        """Go through the parcels that are expected next and that are neither back nor on their way, with their places."""
-        expected, first = self._expected, True
+    def upcoming(self) -> Iterator[tuple[int, Parcel, bool]]:
+        """Go through the parcels that are expected next and that are neither back nor on their way.
+
+        Each with its place, and whether it is the very next: no other is on its way before it.
+        """
+        expected, is_first, is_next = self._expected, True, True
         for index in range(self._cursor, len(expected)):
             place = expected[index]
             reference = self.parcels.get(place)
             parcel = None if reference is None or place in self.came else reference()
-            if parcel is None or parcel.is_coming:
-                if first:
+            if parcel is None:
+                if is_first:
                     self._cursor = index + 1
                 continue
-            first = False
-            yield place, parcel
+            is_first = False
+            if not parcel.is_coming:
+                yield place, parcel, is_next
+            is_next = False
 
 
 class Foresight(Generic[Parcel, Moment]):

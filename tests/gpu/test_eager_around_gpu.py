@@ -279,6 +279,9 @@ def test_keep_opts_a_region_out(cuda: torch.device, runtime: Runtime) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's own look at its input
 def test_a_compiled_region_inside(cuda: torch.device, runtime: Runtime) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -312,7 +315,7 @@ def test_tensors_on_the_host_among_those_on_the_device(cuda: torch.device, runti
         with context:
             loss = program()
         assert torch.equal(torch.autograd.grad(loss, x)[0], want)
-    assert 1 <= context.stats().moved <= 2
+    assert context.stats().moved == 2, "the one that is on the device, twice"
     assert any("host" in why for why in context.stats().kept_nbytes_by_reason)
 
 

@@ -50,7 +50,7 @@ def test_the_order_is_guessed_at_first_and_then_known(model, device):
         assert hits + misses == 3 * DEPTH
     stats = context.stats()
     assert stats.ahead_peak_nbytes > 0
-    assert stats.reloads <= stats.moved
+    assert stats.reloads < stats.moved  # what has not left yet need not come back
 
 
 def test_what_was_learnt_outlives_the_object(model, device):
