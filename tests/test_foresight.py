@@ -77,6 +77,8 @@ def test_what_is_gone_or_on_its_way_is_not_expected():
     assert forward.unpack(3) == ["a0"]
     assert not forward.episode.is_over()
     forward.unpack(0)
+    assert not forward.episode.is_over()
+    forward.unpack(1)
     assert forward.episode.is_over()
 
 

@@ -353,7 +353,6 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             # Before the wait for this one: the next copy then starts as soon as this one has ended.
             self._run_ahead(episode)
             memory = parcel.memory()
-            room.runtime.device.see("back", (memory,))
             tensor = share.on(memory)
         if not parcel.awaited:
             parcel.let_go()

@@ -224,6 +224,7 @@ class Parcel:
         """Start the reload."""
         runtime = self.room.runtime
         self._dest = runtime.reload(self.host)
+        runtime.device.see("coming", (self._dest,))
         self._home = runtime.device.compute_stream()
         self._is_ready = False
         self._guard, self._version = None, self._dest._version

@@ -24,7 +24,7 @@ from torch import nn
 from training import assert_same_bits, fresh
 
 import graphoffload
-from graphoffload.planning.policy import OffloadAll
+from graphoffload.planning.policy import OffloadAll, OffloadBytes
 
 ROW = 16 * 4
 """Bytes of a row of sixteen numbers."""
@@ -305,3 +305,28 @@ def test_everything_is_given_back_with_the_model(device):
     del model, context, loss
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("amount", ["64kB", "128kB", "200kB", "1GB"])
+def test_what_runs_ahead_costs_at_most_one_parcel(device, amount):
+    """Rank 21: from the second step on copies overlap compute, in the memory that the kept values leave as they come back.
+
+    These come back first, one by one: nothing but the room may decide how much is reloaded meanwhile.
+    """
+    parcel = 16_384
+    context = graphoffload.saved_tensors(OffloadBytes(amount, min_nbytes=0), model=nn.Module())
+    peaks = []
+    for _ in range(5):
+        device.ledger.reset()
+        x = torch.randn(parcel // 4, requires_grad=True)
+        with context:
+            h = x
+            for _ in range(16):
+                h = h.sin()
+        h.sum().backward()
+        del h
+        peaks.append(device.peak_nbytes)
+    kept = 16 - context.stats().moved // 5
+    # Beside what is kept: the value in use, the one that comes after it, and the one reload that is always ahead.
+    assert max(peaks) <= (kept + 3) * parcel
+    assert context.stats().prefetch_misses < context.stats().prefetch_hits
