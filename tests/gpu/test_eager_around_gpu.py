@@ -279,6 +279,7 @@ def test_keep_opts_a_region_out(cuda: torch.device, runtime: Runtime) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor on a GPU, of float32 models
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # Dynamo's own look at its input
