@@ -101,7 +101,7 @@ def _inplace(w: Writer, step: Step) -> None:
         f"{made}.mul_({other})",
         f"{made}[..., :1].add_(1)" if w.of(made).dim() else f"{made}.add_(1)",
         f"{made}.copy_({other} * 2)",
-        f"{made}.view(-1)[:1].zero_()",
+        f"{made}.view(-1)[:1].zero_()" if w.of(made).is_contiguous() else f"{made}[..., :1].zero_()",
         f"{made}.relu_()",
     )
     w.line(flavours[step.variant % len(flavours)])

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,19 @@ from graphoffload.planning.policy import (
     NEVER,
     Ledger,
     Policy,
-    ask_with_tag,
     check_policy,
-    forbids,
     least_nbytes,
     needs_of,
     requests_offload,
 )
 from graphoffload.planning.sizes import format_nbytes
-from graphoffload.planning.values import Value
-from graphoffload.runtime.eager_facts import is_of_compiled_code, refuse_unknown_facts, value_of, why_it_cannot
+from graphoffload.runtime.eager_facts import (
+    is_of_compiled_code,
+    refuse_unknown_facts,
+    value_of,
+    why_it_cannot,
+    why_not_asked_for,
+)
 from graphoffload.runtime.kinds import Body, body_of, is_plain
 from graphoffload.runtime.learnt import learnt_of
 from graphoffload.runtime.module_paths import ModulePaths
@@ -186,10 +189,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             if episode is not None and (packed.place is not None or not episode.closed):
                 with self._learnt.lock:
                     self._close(episode)
-                    if packed.place is not None and (rooms := self._learnt.rooms):
-                        episode.look(packed.place, rooms[0].moment())
+                    if packed.place is not None:
+                        room = self._learnt.known_room(packed.tensor.device)
+                        if room is not None:
+                            episode.look(packed.place, room.moment())
+                            self._run_ahead(episode)
                         packed.place = None  # once: a graph may be run backward a thousand times
-                        self._run_ahead(episode)
             return packed.get()
         with self._learnt.lock:
             return self._bring(packed)
@@ -258,6 +263,8 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
 
     def _look(self, room: Room, episode: Episode, place: int) -> None:
         """Note the moment of a pack, and let sources go that there will be no room for."""
+        if room.runtime.device.capturing():
+            return  # no wait of ours may become a part of somebody's CUDA graph
         episode.packing[place] = room.moment()
         room.clear_sources(episode.after_pack(place))
         room.go_on()
@@ -280,7 +287,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         if known is not None:
             return known  # an earlier value keeps this memory, so moving it now would free nothing
         value = value_of(main, nbytes, place=place, path=self._paths.current() if self._paths else "", tag=tag)
-        why = self._answer(value, here.ledger)
+        why = why_not_asked_for(self._policy, value, here.ledger, note=self._tally.note)
         budget = None if self._machine is None else self._machine.host_budget_nbytes
         if not why and budget is not None and room.runtime.pool.counts.in_use_nbytes + nbytes > budget:
             why = f"the host budget of {format_nbytes(budget)} is used"
@@ -290,22 +297,6 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         if not why and tag != MUST and here.episode is not None and here.episode.is_late(place):
             why = "it comes back at once"
         return why
-
-    def _answer(self, value: Value, ledger: Ledger) -> str:
-        name = type(self._policy).__name__
-        if value.tag != MUST and forbids(self._policy, value, ledger):
-            return f"{name} forbids moving it"
-        answer = ask_with_tag(self._policy, value, ledger)
-        action = answer.action
-        if action is Action.RECOMPUTE:
-            self._tally.note(
-                f"{name} asks to recompute, which has no effect in eager code: wrap that part of the model in "
-                "torch.utils.checkpoint.checkpoint"
-            )
-            return f"{name} says recompute, which eager code cannot do by itself"
-        if action is Action.KEEP:
-            return answer.reason
-        return "" if action is Action.OFFLOAD else f"{name} does not ask for it"
 
     def _warn_of_nothing(self) -> None:
         learnt = self._learnt
@@ -347,7 +338,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
                 room.leave(parcel.nbytes)
             if not at_hand:
                 self._tally.reload(parcel.nbytes)
-                _with_memory(room, parcel.start)
+                room.insist(parcel.start)
             if is_first:
                 episode.look(share.place, room.moment())
             # Before the wait for this one: the next copy then starts as soon as this one has ended.
@@ -366,16 +357,19 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
 
     def _run_ahead(self, episode: Episode) -> None:
         """Start the reloads that are expected next, as far as there is room."""
-        self._start_expected(episode)
-        for room in self._learnt.rooms:
+        rooms = [room for room in self._learnt.rooms if not room.runtime.device.capturing()]
+        if not rooms:
+            return  # nothing of ours may become a part of somebody's CUDA graph
+        self._start_expected(episode, rooms)
+        for room in rooms:
             room.go_on()
 
-    def _start_expected(self, episode: Episode) -> None:
-        for room in self._learnt.rooms:
+    def _start_expected(self, episode: Episode, rooms: Sequence[Room]) -> None:
+        for room in rooms:
             room.clear_sources(episode.until())
         for place, parcel, is_next in episode.upcoming():
             room = parcel.room
-            if parcel.has_source():
+            if parcel.has_source() or room not in rooms:
                 continue  # it need not come back as long as it has not left
             # The very next is started in any case; the others must not take its place.
             if not is_next and not room.allows(parcel.nbytes, episode.until(place)):
@@ -389,7 +383,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             self._tally.reload(parcel.nbytes)
         if episode.is_over():
             # The next call may be far off, and the queue must not keep what nobody will read.
-            for room in self._learnt.rooms:
+            for room in rooms:
                 room.clear()
 
 
@@ -405,12 +399,3 @@ def _cannot(why: str) -> PolicyError:
     return PolicyError(
         f"a value tagged {MUST} cannot be offloaded: {why}. Take the tag away, or tag it PREFER_CPU_OFFLOAD"
     )
-
-
-def _with_memory(room: Room, start: Callable[[], None]) -> None:
-    """Start a reload that cannot be put off; if memory is short, let the sources in flight go first."""
-    try:
-        start()
-    except torch.OutOfMemoryError:
-        room.clear()
-        start()

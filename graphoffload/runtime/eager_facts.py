@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from graphoffload.errors import PolicyError
-from graphoffload.planning.policy import Policy, needs_of
+from graphoffload.planning.plan import Action
+from graphoffload.planning.policy import MUST, Ledger, Policy, ask_with_tag, forbids, needs_of
 from graphoffload.planning.values import Value
 from graphoffload.runtime.device import extent_nbytes
 from graphoffload.runtime.ops import on_device
@@ -65,6 +67,25 @@ def value_of(main: torch.Tensor, nbytes: int, *, place: int, path: str, tag: str
         module_path=path,
         tag=tag,
     )
+
+
+def why_not_asked_for(policy: Policy, value: Value, ledger: Ledger, *, note: Callable[[str], None]) -> str:
+    """Ask a policy; return why a value is not to be moved, or nothing if it is. `note` takes what the user should know."""
+    name = type(policy).__name__
+    if value.tag != MUST and forbids(policy, value, ledger):
+        return f"{name} forbids moving it"
+    answer = ask_with_tag(policy, value, ledger)
+    if answer.action is Action.OFFLOAD:
+        return ""
+    if answer.action is Action.KEEP:
+        return answer.reason
+    if answer.action is None:
+        return f"{name} does not ask for it"
+    note(
+        f"{name} asks to recompute, which has no effect in eager code: wrap that part of the model in "
+        "torch.utils.checkpoint.checkpoint"
+    )
+    return f"{name} says recompute, which eager code cannot do by itself"
 
 
 def is_of_compiled_code() -> bool:

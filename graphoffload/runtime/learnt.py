@@ -58,6 +58,10 @@ class Learnt:
             self._rooms[device] = room
         return room
 
+    def known_room(self, device: torch.device) -> Room | None:
+        """Return the room on a device if it was used already."""
+        return self._rooms.get(device)
+
     @property
     def rooms(self) -> tuple[Room, ...]:
         """Return the rooms used so far."""

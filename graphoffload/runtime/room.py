@@ -16,8 +16,10 @@ Where a device cannot tell its memory, both kinds are bounded by a number of byt
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from graphoffload.runtime.device import MemoryReading
 from graphoffload.runtime.transfer import Runtime
@@ -111,6 +113,14 @@ class Room:
     def allows(self, nbytes: int, coming: Sequence[Moment]) -> bool:
         """Say whether there is room for a reload of so many bytes now, to be asked for after the moments of `coming`."""
         return bool(coming) and not self._is_over(nbytes + self._rise(coming), nbytes)
+
+    def insist(self, start: Callable[[], None]) -> None:
+        """Start a reload that cannot be put off; if memory is short, let the sources in flight go first."""
+        try:
+            start()
+        except torch.OutOfMemoryError:
+            self.clear()
+            start()
 
     def enter(self, nbytes: int) -> None:
         """Count a reload that was started ahead."""
