@@ -94,7 +94,7 @@ def test_the_very_next_is_the_one_that_no_other_is_on_its_way_before():
 
 def test_what_was_learnt_of_a_place_is_known_while_the_same_beginning_is_packed():
     foresight: Foresight[Thing, str] = Foresight()
-    for keys, late in (("abc", 1), ("abd", 2)):
+    for keys, late in (("abc", 1), ("abz", 2)):
         forward = Forward(foresight, keys)
         forward.unpack(0)
         assert forward.episode.program is not None

@@ -612,7 +612,7 @@ def test_must_offload_of_memory_that_an_earlier_value_keeps_is_loud(a):
             context_fn = by_op({aten.view.default: tag})
             with graphoffload.saved_tensors(FollowTags()) as context:
                 if tag is OFFLOAD:
-                    with pytest.raises(PolicyError, match="saved earlier"):
+                    with pytest.raises(PolicyError, match="was saved before and stays"):
                         checkpoint(region, a.sin(), use_reentrant=False, context_fn=context_fn)
                 else:
                     checkpoint(region, a.sin(), use_reentrant=False, context_fn=context_fn).backward()

@@ -171,11 +171,6 @@ class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         probe = _probe(alias)
         with unseen(), sharing_version_counters():
             packed = home.pack(alias, tag=tag)
-        if tag == MUST and isinstance(packed, Kept):
-            raise PolicyError(
-                f"a value tagged {MUST} cannot be offloaded: a value that was saved earlier keeps its memory on the device. "
-                "Tag the operator that made the memory, or let the policy around move that value too"
-            )
         return _Value(packed, home, probe, version)
 
 
