@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 import graphoffload
@@ -23,11 +25,6 @@ from graphoffload.planning.machine import Machine
 from graphoffload.planning.policy import OffloadAll
 from graphoffload.runtime.stats import SavedTensorsStats
 from graphoffload.testing import check_log, virtual_device
-
-pytest.importorskip("expecttest", reason="torch's own test code needs it")
-
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 SAMPLES = None if LONG else 2
