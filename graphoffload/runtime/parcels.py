@@ -162,6 +162,7 @@ class Parcel:
 
         `watched` tell of changes in place: the tensor itself, and what wraps it.
         """
+        self.ahead = False  # first, since what is half made ends as well
         self.begin, self.end = _range(tensor, storage.nbytes())
         self.room = room
         self.episode = episode
@@ -170,7 +171,6 @@ class Parcel:
         # The storage's address must not come to mean another storage while this parcel can be found by it.
         self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.awaited = 0
-        self.ahead = False
         self._dest: torch.Tensor | None = None
         self._home: object = None
         self._is_ready = False
