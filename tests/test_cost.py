@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from graphoffload.graphs.cost import flops_of
 from graphoffload.graphs.timing import measured_steps
 from graphoffload.planning.values import Facts, Step
 from tests.pairs import Pair, capture, facts_of
@@ -143,3 +144,17 @@ def test_measuring_leaves_random_state_as_it_was() -> None:
     before = torch.get_rng_state()
     _measured(pair)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_operator_that_is_run_with_its_random_state_counts_as_it_does_alone() -> None:
+    """In a region torch runs a random operator inside another one, which saves its state or hands it back."""
+    graph = torch.fx.Graph()
+    query, state = graph.placeholder("query"), graph.placeholder("state")
+    query.meta["val"] = torch.empty(2, 4, 64, 8, dtype=torch.bfloat16, device="meta")
+    state.meta["val"] = torch.empty(16, dtype=torch.uint8)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    alone = graph.call_function(attention, (query, query, query, 0.5))
+    saving = graph.call_function(torch.ops.higher_order.run_and_save_rng_state, (attention, query, query, query, 0.5))
+    again = graph.call_function(torch.ops.higher_order.run_with_rng_state, (state, attention, query, query, query, 0.5))
+    assert flops_of(alone) > 0
+    assert flops_of(saving) == flops_of(again) == flops_of(alone)

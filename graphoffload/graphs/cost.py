@@ -38,7 +38,7 @@ def steps_of(graph: Graph, memory: Memory, kernels: Kernels) -> tuple[Step, ...]
             op=op_name(node),
             flops=flops_of(node),
             nbytes=reads.traffic(node),
-            dtype=_dtype(node.meta.get("val")),
+            dtype=_dtype(node),
         )
         for node in graph.nodes
         if node.op == "call_function"
@@ -127,28 +127,41 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return (count if covered is None else min(count, covered[1] - covered[0])) * tensor.element_size()
 
 
-def _dtype(value: Any) -> str:
-    return next((str(tensor.dtype).removeprefix("torch.") for tensor in _tensors(value)), "")
+def _dtype(node: Node) -> str:
+    """Return the type that a node computes with: of its first floating result or argument, else of its first result."""
+    # A random operator's saved state is not what is computed with, and may be all that the traced metadata tells of.
+    values = (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes))
+    found = [tensor for value in values for tensor in _tensors(value)]
+    floating = (tensor for tensor in found if tensor.dtype.is_floating_point)
+    own = next(_tensors(node.meta.get("val")), None)
+    chosen = own if own is not None and own.dtype.is_floating_point else next(floating, own)
+    return "" if chosen is None else str(chosen.dtype).removeprefix("torch.")
 
 
 def flops_of(node: Node) -> int:
     """Return the arithmetic of a matrix product, convolution or attention, 0 for others. Multiply and add count apart."""
-    target = node.target
+    target, arguments = node.target, node.args
+    if isinstance(target, HigherOrderOperator) and target not in flop_registry:
+        # Torch runs a random operator again inside another one, which hands it its state.
+        place = next((i for i, one in enumerate(arguments) if isinstance(one, OpOverload)), None)
+        if place is None:
+            return 0
+        target, arguments = arguments[place], arguments[place + 1 :]  # type: ignore[assignment]
     if isinstance(target, OpOverload) and target._schema.name.startswith("aten::_scaled_dot_product"):
-        return _attention_flops(node, target)
+        return _attention_flops(arguments, node.kwargs, target)
     key = target.overloadpacket if isinstance(target, OpOverload) else target
     if not isinstance(target, (OpOverload, HigherOrderOperator)) or key not in flop_registry:
         return 0
     try:
-        args, kwargs, result = _with_hints((node.args, node.kwargs, node.meta.get("val")))
+        args, kwargs, result = _with_hints((arguments, node.kwargs, node.meta.get("val")))
         return int(flop_registry[key](*args, **kwargs, out_val=result))
     except Exception:  # noqa: BLE001 - a formula is torch's or a user's; a count must not stop a compilation
         return 0
 
 
-def _attention_flops(node: Node, target: OpOverload) -> int:
+def _attention_flops(arguments: tuple[Any, ...], options: dict[str, Any], target: OpOverload) -> int:
     """Count attention ourselves: torch's formulas refuse grouped heads before 2.13 and do not know of causal masks."""
-    named = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | node.kwargs
+    named = dict(zip((argument.name for argument in target._schema.arguments), arguments, strict=False)) | options
     shapes = [_shape(named.get(name)) for name in ("query", "key", "value")]
     if any(shape is None or len(shape) < 4 for shape in shapes):
         return 0
