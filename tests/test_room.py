@@ -183,7 +183,6 @@ def test_what_ran_ahead_does_not_lift_the_ceiling(queue: Queue, room: Room):
     queue.device.allocate(100)
     room.moment()
     queue.device.free(50)
-    room.is_learning = False
     moment = room.moment()
     queue.device.allocate(50)
     room.enter(50)
@@ -200,7 +199,6 @@ def test_what_ran_ahead_does_not_lift_the_ceiling(queue: Queue, room: Room):
 def test_a_program_that_has_grown_lifts_the_ceiling(queue: Queue, room: Room):
     queue.device.allocate(100)
     room.moment()
-    room.is_learning = False
     queue.device.allocate(100)
     queue.send(20)
     room.moment()

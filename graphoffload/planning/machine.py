@@ -17,7 +17,8 @@ _TIMES = ("copy_latency_seconds", "step_seconds")
 _BUDGETS = ("host_budget_nbytes", "in_flight_nbytes")
 
 IN_FLIGHT_NBYTES = 4 << 30
-"""The bound on bytes in flight where nobody gave one: 80 ms of copying at 55 GB/s, and little beside a device's memory."""
+"""The bound on bytes in flight where nobody gave one: 80 ms of copying at 55 GB/s, more than the pause between two graphs of a
+step, so that a release at the end of a graph does not stall, and little beside the memory of a device that trains."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -188,12 +187,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             episode = packed.episode
             if episode is not None and (packed.place is not None or not episode.closed):
                 with self._learnt.lock:
-                    self._close(episode)
+                    self._learnt.close(episode)
                     if packed.place is not None:
                         room = self._learnt.known_room(packed.tensor.device)
                         if room is not None:
                             episode.look(packed.place, room.moment())
-                            self._run_ahead(episode)
+                            self._learnt.run_ahead(episode, self._tally)
                         packed.place = None  # once: a graph may be run backward a thousand times
             return packed.get()
         with self._learnt.lock:
@@ -317,7 +316,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
     def _bring(self, share: Share) -> torch.Tensor:
         parcel, episode = share.parcel, share.episode
         room = parcel.room
-        self._close(episode)
+        self._learnt.close(episode)
         if parcel.was_changed() and episode.program is not None:
             episode.program.mutated.add(share.place)
         if parcel.is_torn():
@@ -342,49 +341,12 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
             if is_first:
                 episode.look(share.place, room.moment())
             # Before the wait for this one: the next copy then starts as soon as this one has ended.
-            self._run_ahead(episode)
+            self._learnt.run_ahead(episode, self._tally)
             memory = parcel.memory()
             tensor = share.on(memory)
         if not parcel.awaited:
             parcel.let_go()
         return tensor
-
-    def _close(self, episode: Episode) -> None:
-        if not episode.closed:
-            episode.close()
-            for room in self._learnt.rooms:
-                room.is_new = False
-
-    def _run_ahead(self, episode: Episode) -> None:
-        """Start the reloads that are expected next, as far as there is room."""
-        rooms = [room for room in self._learnt.rooms if not room.runtime.device.capturing()]
-        if not rooms:
-            return  # nothing of ours may become a part of somebody's CUDA graph
-        self._start_expected(episode, rooms)
-        for room in rooms:
-            room.go_on()
-
-    def _start_expected(self, episode: Episode, rooms: Sequence[Room]) -> None:
-        for room in rooms:
-            room.clear_sources(episode.until())
-        for place, parcel, is_next in episode.upcoming():
-            room = parcel.room
-            if parcel.has_source() or room not in rooms:
-                continue  # it need not come back as long as it has not left
-            # The very next is started in any case; the others must not take its place.
-            if not is_next and not room.allows(parcel.nbytes, episode.until(place)):
-                return
-            try:
-                parcel.start()
-            except torch.OutOfMemoryError:
-                return  # what is needed now may still fit
-            parcel.ahead = True
-            room.enter(parcel.nbytes)
-            self._tally.reload(parcel.nbytes)
-        if episode.is_over():
-            # The next call may be far off, and the queue must not keep what nobody will read.
-            for room in rooms:
-                room.clear()
 
 
 def _name_the_way_out(error: BaseException) -> None:

@@ -23,6 +23,7 @@ from graphoffload.runtime.ops import runtime_for
 from graphoffload.runtime.owned import Owned
 from graphoffload.runtime.parcels import Episode, Parcel
 from graphoffload.runtime.room import Moment, Room
+from graphoffload.runtime.tally import Tally
 
 _MARKS = 4096
 
@@ -101,9 +102,44 @@ class Learnt:
             if spare < trip:
                 # It was needed before it could have come back: it would wait, or never have left. Not started again.
                 program.late.add(place)
-        for room in self.rooms:
-            room.is_learning = room.is_learning and room.is_new
         return self.foresight.begin()
+
+    def close(self, episode: Episode) -> None:
+        """Note that an episode is asked for its values: it packs no more."""
+        if not episode.closed:
+            episode.close()
+            for room in self.rooms:
+                room.is_new = False
+
+    def run_ahead(self, episode: Episode, tally: Tally) -> None:
+        """Start the reloads that are expected next, as far as there is room."""
+        rooms = [room for room in self.rooms if not room.runtime.device.capturing()]
+        if not rooms:
+            return  # nothing of ours may become a part of somebody's CUDA graph
+        for room in rooms:
+            room.clear_sources(episode.until())
+        self._start_expected(episode, rooms, tally)
+        if episode.is_over():
+            # The next call may be far off, and the queue must not keep what nobody will read.
+            for room in rooms:
+                room.clear()
+        for room in rooms:
+            room.go_on()
+
+    def _start_expected(self, episode: Episode, rooms: list[Room], tally: Tally) -> None:
+        for place, parcel, is_next in episode.upcoming():
+            if parcel.has_source() or parcel.room not in rooms:
+                continue  # it need not come back as long as it has not left
+            # The very next is started in any case; the others must not take its place.
+            if not is_next and not parcel.room.allows(parcel.nbytes, episode.until(place)):
+                return
+            try:
+                parcel.start()
+            except torch.OutOfMemoryError:
+                return  # what is needed now may still fit
+            parcel.ahead = True
+            parcel.room.enter(parcel.nbytes)
+            tally.reload(parcel.nbytes)
 
     def _forget(self) -> None:
         while self._gone:

@@ -37,6 +37,7 @@ from graphoffload.runtime.keep import active
 from graphoffload.runtime.kinds import is_plain
 from graphoffload.runtime.ops import on_device
 from graphoffload.runtime.parcels import Kept, unseen
+from graphoffload.runtime.slots import Watch
 
 PolicyFunction = Callable[..., "CheckpointPolicy | bool"]
 
@@ -69,20 +70,19 @@ class _Results:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Hold one tensor: itself, or what `home.pack` made of it. `probe` shares its version counter."""
+    """Hold one tensor: itself, or what `home.pack` made of it. `watch` is None for a special kind."""
 
     held: Any
     home: saved_tensors | None
-    probe: torch.Tensor | None
-    version: int
+    watch: Watch | None
 
     def get(self, *, checked: bool) -> torch.Tensor:
         """Return the tensor without a history; raise if it was changed in place."""
-        if checked and self.probe is not None and self.probe._version != self.version:
+        if checked and self.watch is not None and not self.watch.holds():
             raise RuntimeError(
                 "graphoffload: a result that a selective checkpoint remembers was changed in place after it was computed (it "
-                f"is at version {self.probe._version}, remembered at {self.version}), so backward cannot start from it. Do not "
-                "change it in place, let it be recomputed, or, if the change does not matter, give "
+                f"is at version {self.watch.now()}, remembered at {self.watch.version}), so backward cannot start from it. "
+                "Do not change it in place, let it be recomputed, or, if the change does not matter, give "
                 "allow_cache_entry_mutation=True"
             )
         held = self.held
@@ -160,18 +160,18 @@ class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _save(self, tensor: torch.Tensor, tag: str, *, is_offloaded: bool) -> _Value:
         # Without its history, which would hold this pair and so itself.
         alias = _detached(tensor)
-        version = alias._version
+        with unseen(), sharing_version_counters():
+            watch = Watch.over(alias) if is_plain(alias) else None
         home = None if self._is_recomputed else active() or self._home
         if home is None and is_offloaded and not self._is_recomputed:
             if self._own is None:
                 self._own = saved_tensors(FollowTags())
             home = self._own
         if home is None:
-            return _Value(alias, None, alias, version)
-        probe = _probe(alias)
+            return _Value(alias, None, watch)
         with unseen(), sharing_version_counters():
             packed = home.pack(alias, tag=tag)
-        return _Value(packed, home, probe, version)
+        return _Value(packed, home, watch)
 
 
 class _Recalling(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -302,13 +302,3 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias without a history that counts changes in place together with the tensor."""
     with sharing_version_counters():
         return tensor.detach()
-
-
-def _probe(alias: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor without memory that counts changes in place together with `alias`; None for special kinds."""
-    if not is_plain(alias):
-        return None
-    probe = _detached(alias)
-    with unseen():
-        probe.data = torch.empty(0, dtype=alias.dtype, device=alias.device)  # its counter stays
-    return probe

@@ -24,22 +24,19 @@ from typing import Any
 
 import torch
 
-from graphoffload._torch import top_saved_tensors_hooks
 from graphoffload.errors import SlotError
 from graphoffload.ordering.alphabet import reload as reload_resource
 from graphoffload.ordering.events import COMPUTE, D2H, H2D
+from graphoffload.planning.machine import IN_FLIGHT_NBYTES as IN_FLIGHT_NBYTES
 from graphoffload.runtime.device import Device, extent_nbytes, flat_bytes, with_lazy_bits
 from graphoffload.runtime.edges import Edge as Edge
+from graphoffload.runtime.foreign import bring_foreign, hooks_may_read_hosts
 from graphoffload.runtime.log import RuntimeLog
 from graphoffload.runtime.memory import Token, later_of
 from graphoffload.runtime.pinned import PinnedPool
 from graphoffload.runtime.slots import Act, Reload, Slot, SlotOwner, State, Watch, find_owner, make_host_tensor
 from graphoffload.runtime.stalls import Stalls
 from graphoffload.runtime.stats import TransferStats
-
-IN_FLIGHT_NBYTES = 4 << 30
-"""The bound on bytes in flight where nobody gave one: 80 ms of copying at 55 GB/s, more than the pause between two graphs of
-a step, so that a release at the end of a graph does not stall, and little beside the memory of a device that trains."""
 
 
 class Runtime:
@@ -122,7 +119,7 @@ class Runtime:
         if owner is None:
             return  # an empty tensor, or a copy of a host tensor: no copy stream touches anything for it
         self.let_go(owner.slot, wait=wait, last=last)
-        if _hooks_may_read_hosts():
+        if hooks_may_read_hosts():
             # Autograd is about to show the host tensor to hooks of the user, and these may read it on the CPU at once.
             self.settle(owner.slot)
 
@@ -147,7 +144,9 @@ class Runtime:
         """
         owner = find_owner(host)
         if owner is None or owner.runtime is not self:
-            return self._reload_foreign(host, owner)
+            with self._lock:
+                self._counts["foreign_reloads"] += 1
+            return bring_foreign(host, owner, self.device.device)
         self.device.refuse_capture()
         slot = owner.slot
         with self._lock:
@@ -357,19 +356,6 @@ class Runtime:
                 self.device.synchronize_copies()
             self.pool.give(slot.block, after=slot.read)
 
-    def _reload_foreign(self, host: torch.Tensor, owner: SlotOwner | None) -> torch.Tensor:
-        if owner is not None:
-            # A slot of another device: its copy streams and ours do not know each other, so the host waits.
-            owner.runtime.settle(owner.slot)
-        # Not a slot of ours: a hook of the user replaced the host tensor by a copy. Nothing of ours keeps that memory
-        # alive, so the copy is on the compute stream and, for the host's side, complete on return.
-        dest = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device.device)
-        if host.numel():
-            flat_bytes(dest).copy_(flat_bytes(host))
-        with self._lock:
-            self._counts["foreign_reloads"] += 1
-        return with_lazy_bits(dest, like=host)
-
     def _record(self, stream: str) -> Token:
         token = Token(next(self._serials), self.device.record(stream))
         if self.log is not None:
@@ -406,11 +392,6 @@ def _made(token: Token | None, slot: Slot) -> Token:
             f"a copy of slot {slot.name} was interrupted while it was being started; the slot cannot be used"
         )
     return token
-
-
-def _hooks_may_read_hosts() -> bool:
-    top = top_saved_tensors_hooks()
-    return top is not None and not getattr(getattr(top[0], "__self__", None), "keeps_slots", False)
 
 
 def _close(device: Any, pool: PinnedPool) -> None:

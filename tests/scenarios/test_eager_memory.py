@@ -21,6 +21,8 @@ from eager_training import (
 )
 from subjects import Block, Decoder, Mlp
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import assert_same_bits, fresh
 
 import graphoffload
@@ -330,3 +332,40 @@ def test_what_runs_ahead_costs_at_most_one_parcel(device, amount):
     # Beside what is kept: the value in use, the one that comes after it, and the one reload that is always ahead.
     assert max(peaks) <= (kept + 3) * parcel
     assert context.stats().prefetch_misses < context.stats().prefetch_hits
+
+
+class Counting(TorchDispatchMode):
+    """Show the ledger every tensor that an operator reads or makes, as an allocator would see them."""
+
+    def __init__(self, ledger):
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.ledger.tick(
+            str(func), [leaf for leaf in pytree.tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
+        )
+        return out
+
+
+@pytest.mark.parametrize("in_flight", [None, 4 * 16_384])
+@pytest.mark.parametrize("amount", ["64kB", "128kB", "1GB"])
+def test_the_peak_does_not_creep(device, amount, in_flight):
+    """Rank 21: with all that operators allocate counted, and the allocator's peak never reset, the peak is the first step's."""
+    machine = graphoffload.Machine.named("virtual").with_budgets(in_flight=in_flight)
+    policy = OffloadBytes(amount, min_nbytes=0)
+    context = graphoffload.saved_tensors(policy, model=nn.Module(), machine=machine)
+    peaks = []
+    for _ in range(12):
+        begin = len(device.ledger.samples)
+        x = torch.randn(4096, requires_grad=True)
+        with Counting(device.ledger):
+            with context:
+                h = x * 2
+                for _ in range(16):
+                    h = h.sin()
+            h.backward(torch.ones_like(h))
+        del h
+        peaks.append(max(sample.nbytes for sample in device.ledger.samples[begin:]))
+    assert set(peaks) == {peaks[0]}
