@@ -9,7 +9,7 @@ from typing import Any
 
 from graphoffload._torch import inductor_config, list_inductor_options, list_mode_options
 from graphoffload.errors import UsageError
-from graphoffload.planning.machine import Machine
+from graphoffload.planning.machine import Machine, as_machine
 from graphoffload.planning.plan import Plan
 from graphoffload.planning.policy import OffloadHidden, Policy, check_policy
 
@@ -64,15 +64,9 @@ def read_options(
         )
     if on_plan is not None and not callable(on_plan):
         raise UsageError(f"option 'on_plan' is a {type(on_plan).__name__}; give a function that takes one Plan")
-    if isinstance(machine, str):
-        machine = Machine.named(machine)
-    if machine is not None and not isinstance(machine, Machine):
-        raise UsageError(
-            f"option 'machine' is a {type(machine).__name__}; give a graphoffload.Machine or a machine's name"
-        )
     return Options(
         policy=OffloadHidden() if policy is None else check_policy(policy),
-        machine=machine,
+        machine=as_machine(machine, what="option 'machine'"),
         compiler=compiler,
         inductor=_inductor_options(inductor, compiler, mode),
         on_plan=on_plan,

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from graphoffload.errors import MachineError
+from graphoffload.errors import MachineError, UsageError
 from graphoffload.planning import wire
 from graphoffload.planning.sizes import parse_nbytes
 
@@ -137,6 +137,15 @@ class Machine:
         if not isinstance(measured, Machine):
             raise MachineError(f"measuring {device!r} gave a {type(measured).__name__}, not a Machine")
         return measured
+
+
+def as_machine(given: Machine | str | None, *, what: str) -> Machine | None:
+    """Read an argument that takes a machine, the name of one, or None. Raises `UsageError` for others; `what` names it."""
+    if isinstance(given, str):
+        return Machine.named(given)
+    if given is not None and not isinstance(given, Machine):
+        raise UsageError(f"{what} is a {type(given).__name__}; give a graphoffload.Machine or a machine's name")
+    return given
 
 
 def _named_machines() -> tuple[Machine, ...]:

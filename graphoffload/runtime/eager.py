@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphoffload.errors import GraphOffloadWarning, PolicyError, UsageError
-from graphoffload.planning.machine import Machine
+from graphoffload.planning.machine import Machine, as_machine
 from graphoffload.planning.plan import Action
 from graphoffload.planning.policy import (
     MUST,
@@ -93,12 +93,7 @@ class saved_tensors:  # noqa: N801  # named as torch names such contexts
         self._policy: Policy = check_policy(policy)
         if model is not None and not isinstance(model, nn.Module):
             raise UsageError(f"saved_tensors(model=) is a {type(model).__name__}; give a torch.nn.Module")
-        if isinstance(machine, str):
-            machine = Machine.named(machine)
-        if machine is not None and not isinstance(machine, Machine):
-            raise UsageError(
-                f"saved_tensors(machine=) is a {type(machine).__name__}; give a graphoffload.Machine or a machine's name"
-            )
+        machine = as_machine(machine, what="saved_tensors(machine=)")
         refuse_unknown_facts(policy, model)
         self._model = model
         self._paths = ModulePaths() if "module_path" in needs_of(policy) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_programs import (
+from gpu_programs import (
     LONG,
     MIB,
     SHORT,

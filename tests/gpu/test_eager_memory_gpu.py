@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_programs import (
+from gpu_programs import (
     BYTES,
     LONG,
     MIB,

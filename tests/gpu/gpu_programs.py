@@ -1,4 +1,4 @@
-"""Programs for the eager path on a device, and what is compared of them."""
+"""Programs and slow copies for tests on a device, and what is compared of them."""
 
 from __future__ import annotations
 
