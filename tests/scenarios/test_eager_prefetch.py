@@ -175,3 +175,19 @@ def test_no_room_ahead(model, device):
     assert context.stats().ahead_peak_nbytes >= one
     (room,) = context._learnt.rooms
     assert room.ahead_nbytes == 0
+
+
+@pytest.mark.parametrize("spare", [0.0, -1.0, 1.0, None])
+def test_what_comes_back_at_once_is_not_moved_again(model, device, monkeypatch, spare):
+    """Trap 16, with a clock: `spare` is how long before it was needed a copy had ended; None: no clock. The bits are equal."""
+    monkeypatch.setattr(device.runtime.device, "elapsed", lambda ended, needed: spare)
+    plain, context = fresh(model), saving(model)
+    reason = "it comes back at once"
+    for step in range(3):
+        train(plain, contextlib.nullcontext(), rows(step))
+        moved = context.stats().moved
+        train(model, context, rows(step))
+        stays = step > 0 and spare is not None and spare <= 0
+        assert (context.stats().moved == moved) == stays
+        assert (reason in context.stats().kept_nbytes_by_reason) == stays
+    assert_same_bits(gradients(model), gradients(plain))
